@@ -1,0 +1,1 @@
+"""vLLM layers: the quantisation method and the linear-attention backend."""

@@ -1,0 +1,1 @@
+"""Device operators. Import the subpackage of the operator you need."""
