@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from vllm_ext.quantization import QuantizedWeight
+
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "swigluoai")
 
 
@@ -31,7 +33,7 @@ class ExpertsMeta:
 
 @dataclass(frozen=True)
 class PreparedExperts:
-    """Experts in a backend's own order. `tensors` are what the kernels read, each with the expert as its first dimension."""
+    """Experts in a backend's own order. `tensors` are what the kernels read; only the backend knows their shapes."""
 
     meta: ExpertsMeta
     tensors: dict[str, torch.Tensor] = field(repr=False)
@@ -56,3 +58,60 @@ class CallOptions:
     swiglu_limit: float = 7.0
     apply_router_weight_on_input: bool = False
     batch_invariant: bool = False
+
+
+def zero_point_kind(weight: QuantizedWeight) -> str | None:
+    """ "float", "int", or None for a symmetric weight."""
+    if weight.zero_point is None:
+        return None
+    return "float" if weight.zero_point.is_floating_point() else "int"
+
+
+def experts_meta(backend: str, w13: QuantizedWeight, w2: QuantizedWeight, dtype: torch.dtype) -> ExpertsMeta:
+    """The meta of a pair of weights that `check_weights` has accepted."""
+    num_experts, hidden_size, intermediate_size = w2.shape
+    return ExpertsMeta(
+        backend=backend,
+        num_experts=num_experts,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        group_size_w13=w13.group_size,
+        group_size_w2=w2.group_size,
+        gated=w13.shape[1] == 2 * intermediate_size,
+        zero_point=zero_point_kind(w13),
+        dtype=dtype,
+    )
+
+
+def check_weights(
+    w13: QuantizedWeight, w2: QuantizedWeight, w13_bias: torch.Tensor | None, w2_bias: torch.Tensor | None
+) -> None:
+    """Raise ValueError, naming the rule and the numbers, unless the weights and biases make a set of experts."""
+    for name, weight in (("w13", w13), ("w2", w2)):
+        if len(weight.shape) != 3:
+            raise ValueError(
+                f"prepare_experts: {name} must be [experts, rows, columns], got shape {list(weight.shape)}"
+            )
+    (experts, rows, hidden), (experts_w2, hidden_w2, intermediate) = w13.shape, w2.shape
+    if experts != experts_w2:
+        raise ValueError(f"prepare_experts: w13 has {experts} experts and w2 has {experts_w2}; they must agree")
+    if 0 in w13.shape or 0 in w2.shape:
+        raise ValueError(f"prepare_experts: empty experts: w13 {list(w13.shape)}, w2 {list(w2.shape)}")
+    if hidden != hidden_w2:
+        raise ValueError(
+            f"prepare_experts: w13 [E, 2I or I, H] has H={hidden} columns, w2 [E, H, I] has H={hidden_w2} rows; "
+            "they must agree"
+        )
+    if rows not in (2 * intermediate, intermediate):
+        raise ValueError(
+            f"prepare_experts: w2 has I={intermediate} columns, so w13 must have 2I={2 * intermediate} rows "
+            f"(gate, then up) or I={intermediate} rows (no gate), got {rows}"
+        )
+    if zero_point_kind(w13) != zero_point_kind(w2):
+        raise ValueError(
+            f"prepare_experts: w13 and w2 must be quantised with one kind of zero point, got "
+            f"{zero_point_kind(w13) or 'symmetric'} and {zero_point_kind(w2) or 'symmetric'}"
+        )
+    for name, bias, shape in (("w13_bias", w13_bias, (experts, rows)), ("w2_bias", w2_bias, (experts, hidden))):
+        if bias is not None and tuple(bias.shape) != shape:
+            raise ValueError(f"prepare_experts: {name} must be {list(shape)}, got {list(bias.shape)}")
