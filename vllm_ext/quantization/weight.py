@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 LEVELS = 16
+SYMMETRIC_ZERO = 8
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
@@ -30,6 +31,12 @@ def group_count(columns: int, group_size: int) -> int:
     return -(-columns // group_size)
 
 
+def check_group_size(group_size: object) -> None:
+    """Raise ValueError unless `group_size` is a positive multiple of 8."""
+    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size <= 0 or group_size % 8:
+        raise ValueError(f"group_size must be a positive multiple of 8, got {group_size!r}")
+
+
 @dataclass(frozen=True)
 class QuantizedWeight:
     """A weight [..., N, K] in 4 bits: value = scale * (code - zero_point), one scale per row and group of columns.
@@ -39,6 +46,8 @@ class QuantizedWeight:
     zero_point  None (symmetric: the zero is code 8), uint8 ("int") or floating ("float"), same shape as scale
     group_size  columns per group; the last group may be shorter
     shape       the shape of the weight that was quantised
+
+    Raises ValueError when the tensors' shapes or dtypes do not belong together.
     """
 
     packed: torch.Tensor
@@ -47,10 +56,41 @@ class QuantizedWeight:
     group_size: int
     shape: torch.Size
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", torch.Size(self.shape))
+        check_group_size(self.group_size)
+        if len(self.shape) < 2:
+            raise ValueError(f"QuantizedWeight: shape must be [..., N, K], got {tuple(self.shape)}")
+        lead, columns = self.shape[:-1], self.shape[-1]
+        self._expect("packed", self.packed, (*lead, -(-columns // 2)))
+        self._expect("scale", self.scale, (*lead, group_count(columns, self.group_size)))
+        if self.packed.dtype != torch.uint8 or not self.scale.is_floating_point():
+            raise ValueError(
+                f"QuantizedWeight: packed must be uint8 and scale floating, got {self.packed.dtype}, {self.scale.dtype}"
+            )
+        if self.zero_point is not None:
+            self._expect("zero_point", self.zero_point, tuple(self.scale.shape))
+            if self.zero_point.dtype != torch.uint8 and not self.zero_point.is_floating_point():
+                raise ValueError(f"QuantizedWeight: zero_point must be uint8 or floating, got {self.zero_point.dtype}")
+
+    def _expect(self, field: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+        if tuple(tensor.shape) != tuple(shape):
+            raise ValueError(
+                f"QuantizedWeight: {field} of a weight {tuple(self.shape)} in groups of {self.group_size} must be "
+                f"{tuple(shape)}, got {tuple(tensor.shape)}"
+            )
+
     @property
     def symmetric(self) -> bool:
         """True when the weight has no zero points and code 8 stands for zero."""
         return self.zero_point is None
+
+    @property
+    def zero_point_kind(self) -> str | None:
+        """ "float", "int", or None when symmetric."""
+        if self.zero_point is None:
+            return None
+        return "int" if self.zero_point.dtype == torch.uint8 else "float"
 
     @property
     def nbytes(self) -> int:
@@ -66,10 +106,15 @@ class QuantizedWeight:
         return per_group.repeat_interleave(self.group_size, dim=-1)[..., : self.shape[-1]]
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight [..., N, K] in `dtype`, computed in FP32 (FP64 when asked for)."""
+        """The weight [..., N, K] in `dtype`, computed in FP32 (FP64 when asked for), saturating in FP16."""
         compute = torch.float64 if dtype == torch.float64 else torch.float32
-        zero = 8 if self.zero_point is None else self._expand(self.zero_point.to(compute))
-        return (self._expand(self.scale.to(compute)) * (self.codes().to(compute) - zero)).to(dtype)
+        zero = SYMMETRIC_ZERO if self.zero_point is None else self._expand(self.zero_point.to(compute))
+        value = self._expand(self.scale.to(compute)) * (self.codes().to(compute) - zero)
+        if dtype == torch.float16:
+            # A scale rounded to 16 bits can carry the largest FP16 weight past the format's end.
+            limit = torch.finfo(dtype).max
+            value = value.clamp_(-limit, limit)
+        return value.to(dtype)
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
         """The same weight on `device`."""
