@@ -1,0 +1,43 @@
+"""What is done to vLLM's modules once they are imported; called by `plugin` with the module."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+_MARK = "_vllm_ext_wrapped"
+
+
+def register_quantization(quantization: Any) -> None:
+    """Register w4a16-grouped with vLLM's quantisation registry, unless the name exists in-tree."""
+    from vllm_ext.model_executor.quantization import METHOD_NAME, W4A16GroupedConfig
+
+    if METHOD_NAME not in quantization.QUANTIZATION_METHODS:
+        quantization.register_quantization_config(METHOD_NAME)(W4A16GroupedConfig)
+
+
+def wrap_load_model(base_loader: Any) -> None:
+    """Check a model right after every loader has filled it: the first moment at which all layers are known."""
+    cls = base_loader.BaseModelLoader
+    if getattr(cls, _MARK, False):
+        return
+    load_model = cls.load_model
+
+    @functools.wraps(load_model)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = load_model(self, *args, **kwargs)
+        vllm_config = kwargs.get("vllm_config", args[0] if args else None)
+        after_load(vllm_config, model)
+        return model
+
+    cls.load_model = wrapped
+    setattr(cls, _MARK, True)
+
+
+def after_load(vllm_config: Any, model: Any) -> None:
+    """Refuse a model in which the chosen method found nothing to quantise."""
+    from vllm_ext.model_executor.quantization import W4A16GroupedConfig
+
+    config = getattr(vllm_config, "quant_config", None)
+    if isinstance(config, W4A16GroupedConfig):
+        config.check_loaded(model)

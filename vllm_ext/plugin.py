@@ -1,0 +1,56 @@
+"""Entry points that vLLM calls. Nothing heavy is imported here: every change to vLLM waits for the module it concerns."""
+
+from __future__ import annotations
+
+import logging
+
+from vllm_ext._import_hooks import when_imported
+
+# Only loggers under "vllm." reach vLLM's handler.
+logger = logging.getLogger("vllm.vllm_ext.plugin")
+
+_registered = False
+
+
+def register() -> None:
+    """Make `--quantization w4a16-grouped` and `--attention-backend ha_npu` known to vLLM. Idempotent.
+
+    Called by vLLM in every process (`vllm.general_plugins`). Where vLLM lacks what a feature needs, one line is logged
+    and vLLM stays as it was.
+    """
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    for module, function in _HOOKS:
+        when_imported(module, _guarded(module, function))
+
+
+def platform() -> None:
+    """Register early and decline to be a platform (`vllm.platform_plugins`).
+
+    `LLM(attention_config={"backend": "ha_npu"})` is validated before vLLM loads general plugins; platform plugins are
+    asked when vLLM first needs its platform, which is earlier. Returning None leaves the choice of platform alone.
+    """
+    register()
+
+
+def _guarded(module_name: str, function: str):  # type: ignore[no-untyped-def]
+    def callback(module: object) -> None:
+        from importlib import import_module
+
+        target, _, name = function.partition(":")
+        try:
+            getattr(import_module(target), name)(module)
+        except Exception as error:  # a plugin must never take vLLM down with it
+            logger.warning("vllm_ext: %s is left as it was (%s: %s)", module_name, type(error).__name__, error)
+
+    return callback
+
+
+_HOOKS = (
+    ("vllm.v1.attention.backends.registry", "vllm_ext.model_executor.attention_backend:add_backend_name"),
+    ("vllm.engine.arg_utils", "vllm_ext.model_executor.engine_args:wrap_engine_args"),
+    ("vllm.model_executor.layers.quantization", "vllm_ext.model_executor.hooks:register_quantization"),
+    ("vllm.model_executor.model_loader.base_loader", "vllm_ext.model_executor.hooks:wrap_load_model"),
+)
