@@ -86,7 +86,7 @@ def _quantize_rows(
     codes, scales, zeros, finite = [], [], [], []
     for columns, size in ((rows[:, :whole], group_size), (rows[:, whole:], rows.shape[-1] - whole)):
         if columns.shape[-1]:
-            groups = columns.unflatten(-1, (-1, size))
+            groups = columns.reshape(columns.shape[0], -1, size)
             low, high = torch.aminmax(groups, dim=-1)
             finite.append((torch.isfinite(low) & torch.isfinite(high)).all())
             part, grid = fit(groups, low, high, kind, method, store)
