@@ -72,7 +72,7 @@ def check_call(name: str, op: str, call: Call) -> Problem:
     if min(num_heads, num_value_heads, key_dim, value_dim) < 1 or num_value_heads % num_heads:
         raise ValueError(
             f"{name}: v has {num_value_heads} heads and q, k have {num_heads}; value heads must be a "
-            f"positive multiple of key heads, and head sizes positive (K={key_dim}, V={value_dim}); repeat or drop heads"
+            f"positive multiple of key heads, and head sizes positive (K={key_dim}, V={value_dim})"
         )
     beta_shape = (batch, num_tokens, num_value_heads)
     _check_shape(name, "beta", call.beta, beta_shape)
