@@ -1,8 +1,8 @@
 """Perplexity of 4-bit experts on a real trained model: SmolLM2-135M as an exact 8-expert mixture, HumanEval text.
 
-Each arm replaces the weights of every expert by what the quantiser keeps of them (`quantize_weight(...).dequantize`) and
-reads the 164 HumanEval prompts with their canonical solutions. Weights are BF16; the arithmetic is FP32, so that the
-differences between arms come from the weights alone.
+Each arm replaces the weights of every expert by what the quantiser keeps of them (`quantize_weight(...).dequantize`)
+and reads the 164 HumanEval prompts with their canonical solutions. Weights are BF16; the arithmetic is FP32, so that
+the differences between arms come from the weights alone.
 
     python examples/smollm2_as_moe.py .demo/smollm2-moe
     vllm-ext bench perplexity --model .demo/smollm2-moe
@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from vllm_ext.benchmarks.environment import describe_machine
+
 from vllm_ext.quantization import quantize_weight
 
 RESULTS = Path(__file__).parent / "results" / "perplexity.json"
@@ -68,7 +68,8 @@ def human_eval_texts(limit: int | None) -> list[str]:
 
 def batches(sequences: list[list[int]], pad: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(input_ids, labels) [B, T] of sequences of like length, about `BATCH_TOKENS` tokens each."""
-    made, batch = [], []
+    made: list[list[list[int]]] = []
+    batch: list[list[int]] = []
     for sequence in sorted(sequences, key=len):
         if batch and (len(batch) + 1) * len(sequence) > BATCH_TOKENS:
             made.append(batch)

