@@ -8,12 +8,12 @@ import pickle
 import pytest
 import torch
 
-from vllm_ext.quantization import QUANT_METHOD, W4A16Scheme
+from vllm_ext.quantization import QUANT_METHOD, Scheme
 from vllm_ext.quantization.names import is_routed_experts, matches, unmatched
 
 
 def test_defaults_are_the_documented_configuration():
-    config = W4A16Scheme().to_dict()
+    config = Scheme().to_dict()
     assert config["quant_method"] == QUANT_METHOD == "w4a16-grouped"
     assert config["version"] == 1
     assert (config["group_size_w13"], config["group_size_w2"]) == (128, 64)
@@ -24,15 +24,15 @@ def test_defaults_are_the_documented_configuration():
 
 def test_round_trips_through_json_and_pickle():
     """It is written to config.json and pickled to every worker."""
-    scheme = W4A16Scheme(32, 8, symmetric=True, zero_point="int", method="minmax", ignore=["re:.*layers\\.0\\..*"])
-    assert W4A16Scheme.from_dict(json.loads(json.dumps(scheme.to_dict()))) == scheme
+    scheme = Scheme(32, 8, symmetric=True, zero_point="int", method="minmax", ignore=["re:.*layers\\.0\\..*"])
+    assert Scheme.from_dict(json.loads(json.dumps(scheme.to_dict()))) == scheme
     assert pickle.loads(pickle.dumps(scheme)) == scheme
-    assert hash(scheme) == hash(W4A16Scheme.from_dict(scheme.to_dict()))
+    assert hash(scheme) == hash(Scheme.from_dict(scheme.to_dict()))
 
 
 def test_unknown_option_is_named_with_the_allowed_ones():
     with pytest.raises(ValueError, match=r"'group_size'.*allowed:.*group_size_w13.*ignore"):
-        W4A16Scheme.from_dict({"group_size": 32})
+        Scheme.from_dict({"group_size": 32})
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_unknown_option_is_named_with_the_allowed_ones():
 )
 def test_every_value_is_checked(options, message):
     with pytest.raises(ValueError, match=f"w4a16-grouped: {message}"):
-        W4A16Scheme.from_dict(options)
+        Scheme.from_dict(options)
 
 
 @pytest.mark.parametrize(
@@ -103,12 +103,12 @@ def test_unmatched_patterns_are_found():
 def test_only_routed_experts_are_covered(name, expected):
     """C06: a router in 4 bits sends tokens to the wrong experts."""
     assert is_routed_experts(name) is expected
-    assert W4A16Scheme().covers(name) is expected
-    assert not W4A16Scheme(ignore=["layers.0"]).covers(name)
+    assert Scheme().covers(name) is expected
+    assert not Scheme(ignore=["layers.0"]).covers(name)
 
 
 def test_quantize_uses_the_group_of_its_shard():
-    scheme = W4A16Scheme(group_size_w13=32, group_size_w2=16, symmetric=True)
+    scheme = Scheme(group_size_w13=32, group_size_w2=16, symmetric=True)
     weight = torch.randn(4, 64)
     assert scheme.quantize(weight, "w13").group_size == 32
     assert scheme.quantize(weight, "w2").group_size == 16

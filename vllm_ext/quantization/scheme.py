@@ -18,7 +18,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class W4A16Scheme:
+class Scheme:
     """How routed experts are quantised. Frozen, hashable and picklable: it travels to every worker.
 
     group_size_w13  columns of a group along the hidden size (gate and up projections), a positive multiple of 8
@@ -52,7 +52,7 @@ class W4A16Scheme:
         object.__setattr__(self, "ignore", _checked_patterns(self.ignore))
 
     @classmethod
-    def from_dict(cls, options: Mapping[str, Any]) -> W4A16Scheme:
+    def from_dict(cls, options: Mapping[str, Any]) -> Scheme:
         """The scheme of a `quantization_config` or of load options; absent keys take their defaults.
 
         Raises ValueError on an unknown key (naming it and the allowed ones), a bad value, another `quant_method`, or a
@@ -90,9 +90,13 @@ class W4A16Scheme:
             raise ValueError(f"{QUANT_METHOD}: shard must be 'w13' or 'w2', got {shard!r}")
         return self.group_size_w13 if shard == "w13" else self.group_size_w2
 
+    def ignores(self, name: str) -> bool:
+        """Whether an `ignore` pattern matches the module `name`."""
+        return is_ignored(name, self.ignore)
+
     def covers(self, name: str) -> bool:
         """Whether the module `name` is a layer's routed experts and not ignored."""
-        return is_routed_experts(name) and not is_ignored(name, self.ignore)
+        return is_routed_experts(name) and not self.ignores(name)
 
     def quantize(self, weight: torch.Tensor, shard: str, *, name: str | None = None) -> QuantizedWeight:
         """`quantize_weight` of [..., N, K] with this scheme's options for "w13" or "w2"."""
