@@ -22,6 +22,8 @@ _MODULES = {
 }
 # What "auto" tries on a device, best first; every device may end at the reference, never silently.
 _PREFERENCE = {"cuda": ("triton",), "cpu": ("cpu",), "npu": ("npu",)}
+# Backends whose layout depends on how many of the experts a token uses.
+_TAKES_TOP_K = ("cpu",)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ID_DTYPES = (torch.int32, torch.int64)
 
@@ -66,6 +68,10 @@ def load_backend(name: str) -> Backend:
 def _usable(name: str, device: torch.device) -> tuple[bool, str]:
     try:
         return load_backend(name).usable(device)
+    except ModuleNotFoundError as error:
+        if error.name == _MODULES[name]:
+            return False, f"this version has no {name!r} backend for experts"
+        return False, f"{_MODULES[name]} cannot be imported: {error}"
     except ImportError as error:
         return False, f"{_MODULES[name]} cannot be imported: {error}"
 
@@ -122,6 +128,7 @@ def prepare_experts(
     backend: str = "auto",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    top_k: int | None = None,
 ) -> PreparedExperts:
     """Put 4-bit experts into the order a backend's kernels read, once, at load.
 
@@ -131,6 +138,7 @@ def prepare_experts(
     backend   "auto" (by device), "reference", "cpu", "triton" or "npu"
     device    where the experts shall live; None: where w13 is
     dtype     of the activations (BF16, FP16 or FP32); None: the dtype of w13's scales
+    top_k     experts a token uses, if known: a hint for the layout, not a limit on the calls
 
     Raises ValueError on shapes or dtypes that do not fit together, RuntimeError on a backend that cannot run.
     """
@@ -140,7 +148,8 @@ def prepare_experts(
         raise ValueError(f"prepare_experts: dtype must be one of {[str(d) for d in _DTYPES]}, got {dtype}")
     target = torch.device(device) if device is not None else w13.packed.device
     name = select_backend(backend, target)
-    return load_backend(name).prepare(w13, w2, w13_bias, w2_bias, target, dtype)
+    hint = {"top_k": top_k} if name in _TAKES_TOP_K else {}
+    return load_backend(name).prepare(w13, w2, w13_bias, w2_bias, target, dtype, **hint)
 
 
 def check_call(

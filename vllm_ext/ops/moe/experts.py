@@ -33,7 +33,11 @@ class ExpertsMeta:
 
 @dataclass(frozen=True)
 class PreparedExperts:
-    """Experts in a backend's own order. `tensors` are what the kernels read; only the backend knows their shapes."""
+    """Experts in a backend's own order. `tensors` are what the kernels read.
+
+    Each has the expert as its first dimension, so that experts can move between ranks, unless the backend was told
+    top_k and joined the experts.
+    """
 
     meta: ExpertsMeta
     tensors: dict[str, torch.Tensor] = field(repr=False)
@@ -60,13 +64,6 @@ class CallOptions:
     batch_invariant: bool = False
 
 
-def zero_point_kind(weight: QuantizedWeight) -> str | None:
-    """ "float", "int", or None for a symmetric weight."""
-    if weight.zero_point is None:
-        return None
-    return "float" if weight.zero_point.is_floating_point() else "int"
-
-
 def experts_meta(backend: str, w13: QuantizedWeight, w2: QuantizedWeight, dtype: torch.dtype) -> ExpertsMeta:
     """The meta of a pair of weights that `check_weights` has accepted."""
     num_experts, hidden_size, intermediate_size = w2.shape
@@ -78,7 +75,7 @@ def experts_meta(backend: str, w13: QuantizedWeight, w2: QuantizedWeight, dtype:
         group_size_w13=w13.group_size,
         group_size_w2=w2.group_size,
         gated=w13.shape[1] == 2 * intermediate_size,
-        zero_point=zero_point_kind(w13),
+        zero_point=w13.zero_point_kind,
         dtype=dtype,
     )
 
@@ -107,10 +104,10 @@ def check_weights(
             f"prepare_experts: w2 has I={intermediate} columns, so w13 must have 2I={2 * intermediate} rows "
             f"(gate, then up) or I={intermediate} rows (no gate), got {rows}"
         )
-    if zero_point_kind(w13) != zero_point_kind(w2):
+    if w13.zero_point_kind != w2.zero_point_kind:
         raise ValueError(
             f"prepare_experts: w13 and w2 must be quantised with one kind of zero point, got "
-            f"{zero_point_kind(w13) or 'symmetric'} and {zero_point_kind(w2) or 'symmetric'}"
+            f"{w13.zero_point_kind or 'symmetric'} and {w2.zero_point_kind or 'symmetric'}"
         )
     for name, bias, shape in (("w13_bias", w13_bias, (experts, rows)), ("w2_bias", w2_bias, (experts, hidden))):
         if bias is not None and tuple(bias.shape) != shape:
