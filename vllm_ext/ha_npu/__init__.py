@@ -1,0 +1,4 @@
+"""The HA-NPU planner: from an operator graph and a chip to a static plan of a linear-attention prefill.
+
+Standard library and numpy only. Method: "Empowering Hybrid Attention Models on NPUs", arXiv 2609.32114.
+"""
