@@ -1,0 +1,147 @@
+"""What the experts' benchmark and tuner share: shapes, random experts, routings, timing in a CUDA graph, ceilings."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_ext.ops.moe.experts import PreparedExperts, experts_meta
+from vllm_ext.ops.moe.triton import backend
+from vllm_ext.ops.moe.triton.layout import to_kernel_order
+from vllm_ext.quantization import QuantizedWeight
+from vllm_ext.quantization.weight import group_count
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One MoE layer: sizes, routing and the groups its weights are quantised in."""
+
+    name: str
+    hidden: int
+    inter: int
+    experts: int
+    top_k: int
+    group_w13: int
+    group_w2: int
+    activation: str
+
+    def layer_bytes(self, experts_hit: int) -> int:
+        """Bytes of the experts hit: codes, and a 16-bit scale and zero point a group."""
+        first = 2 * self.inter * (self.hidden / 2 + 4 * group_count(self.hidden, self.group_w13))
+        second = self.hidden * (self.inter / 2 + 4 * group_count(self.inter, self.group_w2))
+        return int(experts_hit * (first + second))
+
+    def flops(self, tokens: int) -> int:
+        """Multiply-adds of the three projections, counted twice."""
+        return 2 * tokens * self.top_k * 3 * self.hidden * self.inter
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("DiffusionGemma", 2816, 704, 128, 8, 128, 64, "gelu_tanh"),
+        Shape("Qwen3-30B-A3B", 2048, 768, 128, 8, 128, 128, "silu"),
+        Shape("Qwen3.5-35B-A3B", 2048, 512, 256, 8, 128, 128, "silu"),
+    )
+}
+
+
+def random_weight(
+    experts: int, rows: int, columns: int, group: int, zero: str | None, generator: torch.Generator
+) -> QuantizedWeight:
+    """A random 4-bit weight of unit gain on the generator's device; scales and float zero points BF16."""
+    device = generator.device
+    packed = torch.randint(
+        0, 256, (experts, rows, -(-columns // 2)), dtype=torch.uint8, device=device, generator=generator
+    )
+    shape = (experts, rows, group_count(columns, group))
+    scale = (torch.rand(shape, device=device, generator=generator) + 0.5) * (0.22 / columns**0.5)
+    points = None
+    if zero == "float":
+        points = (torch.rand(shape, device=device, generator=generator) * 3 + 6).to(torch.bfloat16)
+    elif zero == "int":
+        points = torch.randint(6, 10, shape, dtype=torch.uint8, device=device, generator=generator)
+    return QuantizedWeight(packed, scale.to(torch.bfloat16), points, group, torch.Size((experts, rows, columns)))
+
+
+def random_experts(
+    shape: Shape, zero: str | None, device: torch.device, experts: int | None = None, seed: int = 0
+) -> tuple[QuantizedWeight, QuantizedWeight]:
+    """(w13, w2) of a shape, optionally with fewer experts."""
+    generator = torch.Generator(device).manual_seed(seed)
+    count = experts or shape.experts
+    return (
+        random_weight(count, 2 * shape.inter, shape.hidden, shape.group_w13, zero, generator),
+        random_weight(count, shape.hidden, shape.inter, shape.group_w2, zero, generator),
+    )
+
+
+def prepare_with_planes(
+    w13: QuantizedWeight, w2: QuantizedWeight, planes: tuple[int | None, int | None]
+) -> PreparedExperts:
+    """The Triton backend's `prepare` with given plane widths, for the tuner."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight, gated, plane in (("w13", w13, True, planes[0]), ("w2", w2, False, planes[1])):
+        kernel = to_kernel_order(weight, gated, plane)
+        tensors[f"{name}_words"], tensors[f"{name}_scale"] = kernel.words, kernel.scale
+        if kernel.zero_point is not None:
+            tensors[f"{name}_zero_point"] = kernel.zero_point
+    return PreparedExperts(experts_meta(backend.NAME, w13, w2, torch.bfloat16), tensors)
+
+
+def routings(shape: Shape, tokens: int, count: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """`count` random top-k routings: (FP32 weights, int32 ids), each [tokens, top_k], weights summing to 1."""
+    made = []
+    for seed in range(count):
+        generator = torch.Generator(device).manual_seed(1000 + seed)
+        logits = torch.randn(tokens, shape.experts, device=device, generator=generator)
+        weights, ids = torch.softmax(logits, -1).topk(shape.top_k, dim=-1)
+        made.append(((weights / weights.sum(-1, keepdim=True)).contiguous(), ids.to(torch.int32).contiguous()))
+    return made
+
+
+def graph_milliseconds(calls: Sequence[Callable[[], object]], replays: int = 10) -> float:
+    """Median time of one call, all calls captured into one CUDA graph and replayed."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    for _ in range(2):
+        graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / len(calls))
+    return statistics.median(times)
+
+
+def memory_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a large device-to-device copy, reads and writes counted."""
+    source = torch.empty(1 << 31, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (graph_milliseconds([lambda: target.copy_(source)]) / 1e3)
+
+
+def matrix_rate(device: torch.device) -> float:
+    """FLOP per second of a large BF16 matrix product on random data."""
+    size = 8192
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / (graph_milliseconds([lambda: left @ right] * 4) / 1e3)
+
+
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    """‖out − reference‖ / ‖reference‖ in FP64; NaN when anything is NaN."""
+    expected = reference.double()
+    return ((out.double() - expected).norm() / expected.norm()).item()

@@ -1,0 +1,203 @@
+"""The Triton backend: prepare once, then four launches a call (align, gate and up, down, combine)."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+
+from vllm_ext.ops.moe.experts import CallOptions, PreparedExperts, experts_meta
+from vllm_ext.ops.moe.triton.align import Alignment, align
+from vllm_ext.ops.moe.triton.combine import combine
+from vllm_ext.ops.moe.triton.config import GemmConfig, LaunchConfig, choose
+from vllm_ext.ops.moe.triton.dequant import code_offset
+from vllm_ext.ops.moe.triton.gemm import down_kernel, gate_up_kernel
+from vllm_ext.ops.moe.triton.layout import interleave_rows, to_kernel_order
+from vllm_ext.quantization import QuantizedWeight
+
+NAME = "triton"
+MINIMUM_CAPABILITY = (8, 0)
+
+
+def interpreting() -> bool:
+    """True under TRITON_INTERPRET=1: kernels run on the CPU, for tests."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def usable(device: torch.device) -> tuple[bool, str]:
+    """CUDA devices from compute capability 8.0; any device under Triton's interpreter."""
+    if interpreting():
+        return True, "Triton's interpreter, for tests only"
+    if device.type != "cuda":
+        return False, f"Triton kernels need a CUDA device, not {device.type!r} (TRITON_INTERPRET=1 runs them for tests)"
+    if not torch.cuda.is_available():
+        return False, "torch sees no CUDA device"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MINIMUM_CAPABILITY:
+        return False, f"compute capability {capability} is below {MINIMUM_CAPABILITY}"
+    return True, f"{torch.cuda.get_device_name(device)}, compute capability {capability[0]}.{capability[1]}"
+
+
+def prepare(
+    w13: QuantizedWeight,
+    w2: QuantizedWeight,
+    w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> PreparedExperts:
+    """Experts in kernel order (layout.py): w13 with gate and up rows interleaved, scales and zeros group by group."""
+    meta = experts_meta(NAME, w13, w2, dtype)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight, bias, gated in (("w13", w13, w13_bias, meta.gated), ("w2", w2, w2_bias, False)):
+        kernel = to_kernel_order(weight.to(device), gated)
+        tensors[f"{name}_words"] = kernel.words
+        tensors[f"{name}_scale"] = kernel.scale
+        if kernel.zero_point is not None:
+            tensors[f"{name}_zero_point"] = kernel.zero_point
+        if bias is not None:
+            tensors[f"{name}_bias"] = interleave_rows(bias.to(device), gated).contiguous()
+    return PreparedExperts(meta, tensors)
+
+
+def _sum_width(group_size: int, limit: int = 1 << 20) -> int:
+    """Columns of one partial sum of x: the largest power of two that divides the group, at most `limit`."""
+    return min(group_size & -group_size, limit)
+
+
+def _scaling(config: GemmConfig, group_size: int, plane: int) -> str:
+    return config.scaling if group_size % plane == 0 else "column"
+
+
+@functools.lru_cache(maxsize=8)
+def _asm(dtype: torch.dtype) -> bool:
+    return not interpreting() and torch.version.hip is None and dtype != torch.float32
+
+
+def apply(
+    hidden_states: torch.Tensor,
+    experts: PreparedExperts,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    options: CallOptions,
+) -> torch.Tensor:
+    """The layer's output [M, H] in hidden_states' dtype."""
+    device = hidden_states.device
+    index = device.index if device.type == "cuda" and device.index is not None else -1
+    config = choose(experts.meta, *topk_ids.shape, options.batch_invariant, index)
+    return run(config, hidden_states, experts, topk_weights, topk_ids, expert_map, options)
+
+
+def run(
+    config: LaunchConfig,
+    hidden_states: torch.Tensor,
+    experts: PreparedExperts,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    options: CallOptions,
+) -> torch.Tensor:
+    """`apply` with a given configuration; what the tuner times."""
+    meta = experts.meta
+    x = hidden_states if hidden_states.stride(1) == 1 else hidden_states.contiguous()
+    topk_ids = topk_ids.contiguous()
+    topk_weights = topk_weights.contiguous()
+    aligned = align(x, topk_ids, expert_map, meta.num_experts, config.block_tokens, _sum_width(meta.group_size_w13))
+    inner, inner_sums = _gate_up(config, x, experts, topk_weights, aligned, topk_ids.shape[1], options)
+    slots = _down(config, inner, inner_sums, experts, aligned)
+    return combine(
+        slots, topk_ids, topk_weights, expert_map, meta.num_experts, not options.apply_router_weight_on_input
+    )
+
+
+def _gate_up(
+    config: LaunchConfig,
+    x: torch.Tensor,
+    experts: PreparedExperts,
+    topk_weights: torch.Tensor,
+    aligned: Alignment,
+    top_k: int,
+    options: CallOptions,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The activated first GEMM of every slot, in sorted order [S, I padded], and its sums [S, runs]."""
+    meta, tensors, gemm = experts.meta, experts.tensors, config.gate_up
+    words = tensors["w13_words"]
+    rows, plane = words.shape[2], words.shape[3]
+    columns = gemm.block_rows // 2 if meta.gated else gemm.block_rows
+    tiles = triton.cdiv(rows, gemm.block_rows)
+    stride = rows // 2 if meta.gated else rows
+    sum_width = _sum_width(meta.group_size_w2, columns)
+    inner = torch.empty(aligned.sorted_slots.shape[0], stride, dtype=x.dtype, device=x.device)
+    sums = torch.empty(inner.shape[0], tiles * columns // sum_width, dtype=torch.float32, device=x.device)
+    asm = _asm(x.dtype)
+    gate_up_kernel[(aligned.max_blocks * tiles,)](
+        x,
+        words,
+        tensors["w13_scale"],
+        tensors.get("w13_zero_point"),
+        tensors.get("w13_bias"),
+        aligned.group_sums,
+        topk_weights,
+        aligned.sorted_slots,
+        aligned.blocks,
+        aligned.num_blocks,
+        inner,
+        sums,
+        x.stride(0),
+        options.swiglu_alpha,
+        options.swiglu_limit,
+        TOP_K=top_k,
+        SHAPE=(meta.hidden_size, rows, meta.group_size_w13, plane, _sum_width(meta.group_size_w13)),
+        OUT_STRIDE=stride,
+        OUT_SUM_WIDTH=sum_width,
+        OUT_SUMS=sums.shape[1],
+        ACTIVATION=options.activation,
+        GATED=meta.gated,
+        WEIGHT_ON_INPUT=options.apply_router_weight_on_input,
+        SCALING=_scaling(gemm, meta.group_size_w13, plane),
+        OFFSET=code_offset(str(x.dtype).removeprefix("torch."), asm),
+        ASM=asm,
+        BLOCK_TOKENS=config.block_tokens,
+        BLOCK_ROWS=gemm.block_rows,
+        STAGES=gemm.num_stages,
+        num_warps=gemm.num_warps,
+    )
+    return inner, sums
+
+
+def _down(
+    config: LaunchConfig, inner: torch.Tensor, sums: torch.Tensor, experts: PreparedExperts, aligned: Alignment
+) -> torch.Tensor:
+    """The second GEMM of every slot, by slot [S, H]; rows of slots that are not routed stay unwritten."""
+    meta, tensors, gemm = experts.meta, experts.tensors, config.down
+    words = tensors["w2_words"]
+    rows, plane = words.shape[2], words.shape[3]
+    columns = config.gate_up.block_rows // 2 if meta.gated else config.gate_up.block_rows
+    out = torch.empty(inner.shape[0], meta.hidden_size, dtype=inner.dtype, device=inner.device)
+    asm = _asm(inner.dtype)
+    down_kernel[(aligned.max_blocks * triton.cdiv(rows, gemm.block_rows),)](
+        inner,
+        words,
+        tensors["w2_scale"],
+        tensors.get("w2_zero_point"),
+        tensors.get("w2_bias"),
+        sums,
+        aligned.sorted_slots,
+        aligned.blocks,
+        aligned.num_blocks,
+        out,
+        SHAPE=(meta.intermediate_size, rows, meta.group_size_w2, plane, _sum_width(meta.group_size_w2, columns)),
+        X_STRIDE=inner.shape[1],
+        X_SUMS=sums.shape[1],
+        OUT_COLUMNS=meta.hidden_size,
+        SCALING=_scaling(gemm, meta.group_size_w2, plane),
+        OFFSET=code_offset(str(inner.dtype).removeprefix("torch."), asm),
+        ASM=asm,
+        BLOCK_TOKENS=config.block_tokens,
+        BLOCK_ROWS=gemm.block_rows,
+        STAGES=gemm.num_stages,
+        num_warps=gemm.num_warps,
+    )
+    return out

@@ -1,0 +1,73 @@
+"""The sum over a token's slots, in slot order: no atomics, so equal inputs give equal bits."""
+
+# Triton's functions take tensors and compile-time values of any kind.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_ext.ops.moe.triton.align import local_expert
+
+
+@triton.jit
+def _combine_kernel(
+    slots,
+    topk_ids,
+    topk_weights,
+    expert_map,
+    out,
+    num_experts,
+    num_global,
+    COLUMNS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(TOP_K):
+        slot = token * TOP_K + k
+        routed = local_expert(tl.load(topk_ids + slot), slot >= 0, expert_map, num_experts, num_global, HAS_MAP) >= 0
+        wanted = tl.where(routed, column, COLUMNS) < COLUMNS
+        value = tl.load(slots + slot * COLUMNS + column, mask=wanted, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            weight = tl.load(topk_weights + slot).to(tl.float32)
+            # A slot that is not routed adds 0 whatever its weight holds.
+            value *= tl.where(routed, weight, 0.0)
+        total += value
+    tl.store(out + token * COLUMNS + column, total.to(out.dtype.element_ty), mask=column < COLUMNS)
+
+
+def combine(
+    slots: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_experts: int,
+    weighted: bool,
+) -> torch.Tensor:
+    """out [M, H] = sum over k of slots[m * top_k + k] (times topk_weights[m, k] if `weighted`), FP32 inside."""
+    tokens, top_k = topk_ids.shape
+    columns = slots.shape[1]
+    out = torch.empty(tokens, columns, dtype=slots.dtype, device=slots.device)
+    block = min(1024, triton.next_power_of_2(columns))
+    _combine_kernel[(tokens, triton.cdiv(columns, block))](
+        slots,
+        topk_ids,
+        topk_weights,
+        expert_map if expert_map is not None else topk_ids,
+        out,
+        num_experts,
+        expert_map.shape[0] if expert_map is not None else 0,
+        COLUMNS=columns,
+        TOP_K=top_k,
+        HAS_MAP=expert_map is not None,
+        WEIGHTED=weighted,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return out

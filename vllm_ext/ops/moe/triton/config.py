@@ -1,0 +1,101 @@
+"""Launch configurations: a small table made by the tuner (`vllm-ext bench tune-moe`), and a rule for what it lacks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_ext.ops.moe.experts import ExpertsMeta
+
+_TABLES = Path(__file__).parent / "configs"
+# One block size for every batch, so that no row's bits can depend on how many others there are.
+_BATCH_INVARIANT_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """How one grouped GEMM is launched. `scaling` is explained in gemm.py."""
+
+    block_rows: int
+    num_warps: int
+    num_stages: int
+    scaling: str = "sum"
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How a layer is launched: both GEMMs share the blocks of tokens."""
+
+    block_tokens: int
+    gate_up: GemmConfig
+    down: GemmConfig
+
+    @staticmethod
+    def from_json(entry: dict[str, Any]) -> LaunchConfig:
+        """Undo `to_json`."""
+        return LaunchConfig(entry["block_tokens"], GemmConfig(**entry["gate_up"]), GemmConfig(**entry["down"]))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain types for a table."""
+        return {"block_tokens": self.block_tokens, "gate_up": vars(self.gate_up), "down": vars(self.down)}
+
+
+def table_name(device_name: str) -> str:
+    """File name of a GPU's table."""
+    return device_name.replace(" ", "_").replace("/", "_") + ".json"
+
+
+def shape_key(meta: ExpertsMeta, top_k: int) -> str:
+    """A shape's name in a table."""
+    return f"H{meta.hidden_size}_I{meta.intermediate_size}_E{meta.num_experts}_K{top_k}"
+
+
+@lru_cache(maxsize=16)
+def load_table(device_name: str) -> dict[str, dict[str, Any]]:
+    """{shape: {slots per expert, as text: entry}} for a GPU, empty when there is none."""
+    path = _TABLES / table_name(device_name)
+    if not path.exists():
+        return {}
+    table: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["shapes"]
+    return table
+
+
+@lru_cache(maxsize=64)
+def _device_name(index: int) -> str:
+    return torch.cuda.get_device_name(index)
+
+
+def rule(slots_per_expert: float) -> LaunchConfig:
+    """The configuration for a GPU or a shape that no table has, from the mean number of slots an expert gets."""
+    if slots_per_expert <= 8:
+        config = LaunchConfig(16, GemmConfig(64, 4, 4), GemmConfig(64, 4, 4))
+    elif slots_per_expert <= 24:
+        config = LaunchConfig(32, GemmConfig(128, 4, 3), GemmConfig(128, 4, 3))
+    elif slots_per_expert <= 96:
+        config = LaunchConfig(64, GemmConfig(128, 4, 3), GemmConfig(128, 4, 3))
+    else:
+        config = LaunchConfig(128, GemmConfig(128, 8, 3, "operand"), GemmConfig(128, 8, 3, "operand"))
+    return config
+
+
+@lru_cache(maxsize=4096)
+def choose(meta: ExpertsMeta, num_tokens: int, top_k: int, batch_invariant: bool, device_index: int) -> LaunchConfig:
+    """The configuration for a call. device_index -1 is the interpreter.
+
+    The table is looked up by the number of slots an expert gets on average, nearest below in its rows; a shape that it
+    lacks takes the rows of no other shape but the rule. A batch-invariant call takes one configuration for all sizes.
+    """
+    per_expert = num_tokens * top_k / meta.num_experts
+    if batch_invariant:
+        return rule(_BATCH_INVARIANT_TOKENS / 2)
+    rows = load_table(_device_name(device_index)).get(shape_key(meta, top_k), {}) if device_index >= 0 else {}
+    if not rows:
+        return rule(per_expert)
+    tuned = sorted(rows, key=float)
+    below = [key for key in tuned if float(key) <= per_expert * 1.001]
+    return LaunchConfig.from_json(rows[below[-1] if below else tuned[0]])

@@ -1,0 +1,93 @@
+"""The order in which the kernels read 4-bit weights, made once when experts are prepared. Plain torch, any device.
+
+A weight [E, N, K] becomes int16 words [E, k_tiles, rows, plane]: a word holds four codes of one row that lie `plane`
+columns apart, so the four nibble planes of a tile of words are four contiguous slices of K, and each meets a
+contiguous slice of the activations: nothing is interleaved and nothing has to be shuffled in the kernel. All rows of
+a K tile lie together, so the tile of any number of rows that a program reads is one contiguous piece of memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_ext.quantization import QuantizedWeight
+from vllm_ext.quantization.weight import unpack_nibbles
+
+ROW_ALIGN = 16  # rows of one tensor-core fragment
+PLANES = 4  # nibbles in an int16 word
+_PLANE_WIDTHS = (64, 32, 16)
+_PADDING_TOLERANCE = 1.03
+
+
+@dataclass(frozen=True)
+class KernelWeight:
+    """A weight in kernel order.
+
+    words  int16 [E, k_tiles, rows, plane]
+    scale  floating [E, groups, rows]; zero_point likewise, floating or uint8, or None when code 8 is zero
+    """
+
+    words: torch.Tensor
+    scale: torch.Tensor
+    zero_point: torch.Tensor | None
+
+
+def plane_width(columns: int, group_size: int) -> int:
+    """Columns of one nibble plane: the widest that neither straddles a group nor pads K by much more than it must.
+
+    A group size that is no multiple of 16 gets the width that pads least; the kernel then scales column by column.
+    """
+    usable = [width for width in _PLANE_WIDTHS if group_size % width == 0] or list(_PLANE_WIDTHS)
+    padded = {width: -(-columns // (PLANES * width)) * PLANES * width for width in usable}
+    least = min(padded.values())
+    return next(width for width in usable if padded[width] <= least * _PADDING_TOLERANCE)
+
+
+def interleave_rows(tensor: torch.Tensor, gated: bool) -> torch.Tensor:
+    """[E, N, ...] to [E, rows, ...]: rows padded with zeros to a multiple of 16, gate and up rows eight about eight.
+
+    A thread that holds tensor-core accumulators holds rows r and r + 8 of a fragment: laid out so, it holds a gate
+    value and the up value that it multiplies.
+    """
+    if not gated:
+        return _pad(tensor, 1, ROW_ALIGN)
+    half = ROW_ALIGN // 2
+    gate, up = tensor.chunk(2, dim=1)
+    pair = torch.stack([_pad(part, 1, half).unflatten(1, (-1, half)) for part in (gate, up)], dim=2)
+    return pair.flatten(1, 3).contiguous()
+
+
+def to_kernel_order(weight: QuantizedWeight, gated: bool, plane: int | None = None) -> KernelWeight:
+    """Reorder a weight [E, N, K], one expert at a time to bound memory; `gated`: gate rows, then up rows."""
+    experts, _, columns = weight.shape
+    plane = plane or plane_width(columns, weight.group_size)
+    words = torch.stack([_words(weight.packed[e : e + 1], columns, gated, plane)[0] for e in range(experts)])
+    zero = weight.zero_point
+    return KernelWeight(
+        words,
+        _group_major(weight.scale, gated),
+        None if zero is None else _group_major(zero, gated),
+    )
+
+
+def _words(packed: torch.Tensor, columns: int, gated: bool, plane: int) -> torch.Tensor:
+    codes = interleave_rows(unpack_nibbles(packed, columns), gated)
+    codes = _pad(codes, 2, PLANES * plane).unflatten(2, (-1, PLANES, plane)).to(torch.int32)
+    word = codes[:, :, :, 0] | codes[:, :, :, 1] << 4 | codes[:, :, :, 2] << 8 | codes[:, :, :, 3] << 12
+    word = torch.where(word >= 1 << 15, word - (1 << 16), word)
+    return word.to(torch.int16).transpose(1, 2).contiguous()
+
+
+def _group_major(per_group: torch.Tensor, gated: bool) -> torch.Tensor:
+    return interleave_rows(per_group, gated).transpose(1, 2).contiguous()
+
+
+def _pad(tensor: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
+    missing = -tensor.shape[dim] % multiple
+    if not missing:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat((tensor, tensor.new_zeros(shape)), dim)
