@@ -1,0 +1,203 @@
+"""Checks of the Triton experts on a GPU: error against FP64, padding ids, bits from run to run and process to process.
+
+python benchmarks/gpu_checks/moe_checks.py            every check; exit status 1 when one fails
+python benchmarks/gpu_checks/moe_checks.py --small    a few small calls, for compute-sanitizer
+python benchmarks/gpu_checks/moe_checks.py --digest   only the digests of the outputs, for comparing processes
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import multiprocessing
+import sys
+from dataclasses import dataclass
+
+import torch
+from vllm_ext.benchmarks.moe_common import SHAPES, Shape, random_experts, relative_error, routings
+
+from vllm_ext.ops.moe import fused_moe_w4a16, prepare_experts
+from vllm_ext.ops.moe.experts import PreparedExperts
+from vllm_ext.quantization import QuantizedWeight
+
+# 16-bit inputs, weights and intermediates: two roundings of 2^-9 and one of the output land near 3e-3.
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1.5e-3}
+ODD = Shape("odd sizes", 200, 88, 6, 3, 32, 8, "silu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call to check."""
+
+    shape: Shape
+    tokens: int
+    zero: str | None = "float"
+    dtype: torch.dtype = torch.bfloat16
+    activation: str | None = None
+    bias: bool = False
+    weight_on_input: bool = False
+    batch_invariant: bool = False
+    expert_map: bool = False
+    padding: bool = False
+
+
+def cases(small: bool) -> list[Case]:
+    """What is checked; `small` ends in seconds under compute-sanitizer."""
+    tiny = Shape("tiny", 256, 128, 8, 2, 64, 32, "gelu_tanh")
+    if small:
+        return [Case(tiny, 3), Case(tiny, 70, padding=True), Case(ODD, 17, None, bias=True), Case(tiny, 600)]
+    dg, qwen, qwen35 = (SHAPES[n] for n in ("DiffusionGemma", "Qwen3-30B-A3B", "Qwen3.5-35B-A3B"))
+    made = [Case(dg, m) for m in (1, 8, 32, 64, 256, 1024, 4096)]
+    made += [Case(qwen, m) for m in (1, 64, 1024)] + [Case(qwen35, m) for m in (1, 256, 4096)]
+    made += [Case(dg, 64, zero) for zero in ("int", None)] + [Case(dg, m, dtype=torch.float16) for m in (8, 256, 4096)]
+    made += [Case(tiny, 33, activation=a, bias=True) for a in ("silu", "gelu", "gelu_tanh", "relu2", "swigluoai")]
+    made += [Case(ODD, m, zero, bias=True) for m in (5, 200) for zero in ("float", "int", None)]
+    made += [Case(qwen, 64, weight_on_input=True), Case(qwen, 64, expert_map=True), Case(dg, 300, batch_invariant=True)]
+    return [*made, Case(dg, 128, padding=True), Case(dg, 16, padding=True)]
+
+
+class Built:
+    """A case's tensors."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        torch.manual_seed(7)
+        shape = case.shape
+        w13, w2 = random_experts(shape, case.zero, device)
+        if case.dtype != torch.bfloat16:
+            w13, w2 = (
+                QuantizedWeight(
+                    w.packed,
+                    w.scale.to(case.dtype),
+                    w.zero_point.to(case.dtype) if case.zero == "float" and w.zero_point is not None else w.zero_point,
+                    w.group_size,
+                    w.shape,
+                )
+                for w in (w13, w2)
+            )
+        self.case = case
+        self.weights = (w13, w2)
+        self.biases = (
+            {
+                "w13_bias": torch.randn(shape.experts, 2 * shape.inter, device=device, dtype=case.dtype),
+                "w2_bias": torch.randn(shape.experts, shape.hidden, device=device, dtype=case.dtype),
+            }
+            if case.bias
+            else {}
+        )
+        self.x = (torch.randn(case.tokens, shape.hidden, device=device) + 0.2).to(case.dtype)
+        self.topk_weights, self.ids = routings(shape, case.tokens, 1, device)[0]
+        self.map = None
+        if case.expert_map:
+            # Every other global expert lives here; ids reach past the map's end as well.
+            self.map = torch.full((2 * shape.experts,), -1, dtype=torch.int32, device=device)
+            self.map[::2] = torch.arange(shape.experts, dtype=torch.int32, device=device)
+            self.ids = self.ids * 3
+        if case.padding:
+            self.ids[1::2] = -1
+            self.ids[0, -1] = shape.experts + 5
+
+    def experts(self, backend: str) -> PreparedExperts:
+        """Prepared for a backend."""
+        return prepare_experts(*self.weights, **self.biases, backend=backend, dtype=self.case.dtype)
+
+    def call(self, experts: PreparedExperts, rows: slice = slice(None)) -> torch.Tensor:
+        """The layer on some of the rows."""
+        return fused_moe_w4a16(
+            self.x[rows],
+            experts,
+            self.topk_weights[rows],
+            self.ids[rows],
+            activation=self.case.activation or self.case.shape.activation,
+            expert_map=self.map,
+            batch_invariant=self.case.batch_invariant,
+            apply_router_weight_on_input=self.case.weight_on_input,
+        )
+
+
+def poison(device: torch.device, megabytes: int = 1024) -> None:
+    """Leave NaN in the allocator's free memory, where outputs and intermediates will be placed."""
+    blocks = [torch.full((1 << 19,), float("nan"), device=device) for _ in range(megabytes // 2)]
+    del blocks
+    whole = torch.full((megabytes << 18,), float("nan"), device=device)
+    del whole
+
+
+def check(case: Case, device: torch.device) -> tuple[bool, str]:
+    """(passed, what was seen) of one case."""
+    built = Built(case, device)
+    ids, weights = built.ids.clone(), built.topk_weights.clone()
+    experts = built.experts("triton")
+    reference = built.experts("reference")
+    poison(device)
+    out = built.call(experts)
+    rows = slice(0, min(case.tokens, 128))
+    error = relative_error(out[rows], built.call(reference, rows))
+    poison(device)
+    same = torch.equal(out, built.call(experts))
+    untouched = torch.equal(ids, built.ids) and torch.equal(weights, built.topk_weights)
+    passed = error <= TOLERANCE[case.dtype] and same and untouched
+    seen = f"error {error:.2e}, rerun {'equal' if same else 'DIFFERS'}, ids {'kept' if untouched else 'WRITTEN'}"
+    if case.padding:
+        zero = bool((out[1::2] == 0).all())
+        kept = slice(0, None, 2)
+        alone = fused_moe_w4a16(
+            built.x[kept], experts, built.topk_weights[kept], built.ids[kept], activation=case.shape.activation
+        )
+        equal = torch.equal(alone, out[kept]) if case.batch_invariant else relative_error(alone, out[kept]) < 5e-3
+        passed = passed and zero and equal
+        seen += f", padded rows {'zero' if zero else 'NOT ZERO'}"
+    if case.batch_invariant:
+        alone = torch.cat([built.call(experts, slice(i, i + 1)) for i in (0, 1, 77, case.tokens - 1)])
+        equal = torch.equal(alone, out[[0, 1, 77, case.tokens - 1]])
+        passed, seen = passed and equal, seen + f", rows alone {'equal' if equal else 'DIFFER'}"
+    return passed, seen
+
+
+def digest(case: Case, device: torch.device) -> str:
+    """SHA-256 of a case's output."""
+    built = Built(case, device)
+    out = built.call(built.experts("triton"))
+    return hashlib.sha256(out.view(torch.int16).cpu().numpy().tobytes()).hexdigest()[:16]
+
+
+def run_case(case: Case) -> tuple[bool, str, str]:
+    """(passed, what was seen, digest) of one case, in a worker."""
+    device = torch.device("cuda", 0)
+    try:
+        return *check(case, device), digest(case, device)
+    except Exception as error:
+        return False, f"{type(error).__name__}: {str(error)[:300]}", "none"
+
+
+def main() -> int:
+    """Run the checks asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--workers", type=int, default=10, help="cases checked at once, each in its own process")
+    args = parser.parse_args()
+    wanted = cases(args.small)
+    if args.small:
+        results = [run_case(case) for case in wanted]
+    else:
+        with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
+            results = pool.map(run_case, wanted, chunksize=1)
+        # A second set of processes must give the same bits.
+        with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
+            again = pool.map(run_case, wanted, chunksize=1)
+        results = [
+            (
+                first[0] and first[2] == second[2],
+                f"{first[1]}, other process {'equal' if first[2] == second[2] else 'DIFFERS'}",
+                "",
+            )
+            for first, second in zip(results, again, strict=True)
+        ]
+    for case, (passed, seen, _) in zip(wanted, results, strict=True):
+        print("ok  " if passed else "FAIL", case, seen, flush=True)
+    failures = sum(not passed for passed, _, _ in results)
+    print(f"{failures} failures in {len(wanted)} cases")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
