@@ -170,7 +170,7 @@ def markdown(results: dict[str, Any]) -> str:
     """The results as the table that README shows."""
     base = next((row["perplexity"] for row in results["rows"] if row["groups"] is None), None)
     lines = [
-        "| experts | groups (gate/up, down) | zero point | method | MB | perplexity | against BF16 |",
+        "| experts | groups (gate/up, down) | zero point | method | MiB | perplexity | against BF16 |",
         "| --- | --- | --- | --- | ---: | ---: | ---: |",
     ]
     for row in results["rows"]:
@@ -179,7 +179,7 @@ def markdown(results: dict[str, Any]) -> str:
         if not plain:
             kept += [row["zero_point"] or "none (symmetric)", row["method"]]
         change = f"{100 * (row['perplexity'] / base - 1):+.2f}%" if base and not plain else ""
-        cells = [*kept, f"{row['expert_bytes'] / 1e6:.1f}", f"{row['perplexity']:.3f}", change]
+        cells = [*kept, f"{row['expert_bytes'] / 2**20:.1f}", f"{row['perplexity']:.3f}", change]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -26,13 +26,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from progress import Heartbeat
+
 ROOT = Path(__file__).resolve().parent.parent
 STAMPS = "vllm-ext-setup.json"
 LOG = "vllm-ext-setup.log"
 PYTHONS = ((3, 10), (3, 13))
 NEEDED_BYTES = 6 * 2**30
 TELLING = ("Collecting", "Downloading", "Processing", "Building", "Preparing", "Installing")  # of pip's lines
-HEARTBEAT = 10.0  # seconds between progress lines where the output is no terminal
 
 VLLM_VERSION = "0.32.0"
 TORCH = "torch==2.13.0+cpu"
@@ -134,31 +135,6 @@ def follow(command: list[str], log: object) -> str | None:
         return None
     errors = [line for line in lines if line.startswith("ERROR")]
     return "\n".join((errors or lines)[-12:])
-
-
-class Heartbeat:
-    """Shows seconds passed and the newest line of a command's output."""
-
-    def __init__(self) -> None:
-        self._start = time.monotonic()
-        self._shown = self._start
-        self._terminal = sys.stdout.isatty()
-        self._written = False
-
-    def show(self, newest: str) -> None:
-        """Show progress if it is time to."""
-        now = time.monotonic()
-        if now - self._shown < (0.5 if self._terminal else HEARTBEAT):
-            return
-        self._shown = now
-        text = f"    {now - self._start:4.0f} s  {newest}"[:110]
-        print(f"\r{text:<110}" if self._terminal else text, end="" if self._terminal else "\n", flush=True)
-        self._written = True
-
-    def end(self) -> None:
-        """Leave a terminal on a fresh line."""
-        if self._terminal and self._written:
-            print(f"\r{'':<110}\r", end="", flush=True)
 
 
 def install_vllm(environment: Environment) -> None:
