@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 from vllm_ext.ops.moe.activation import apply_activation
-from vllm_ext.ops.moe.cpu_int4 import ROW_MULTIPLE, Columns, matmul, pack, packed_block
+from vllm_ext.ops.moe.cpu_int4 import DEQUANTIZE_ROWS, ROW_MULTIPLE, Columns, matmul, pack, packed_block
 from vllm_ext.ops.moe.experts import CallOptions, ExpertsMeta, PreparedExperts, experts_meta
 from vllm_ext.ops.moe.routing import local_expert_ids
 from vllm_ext.quantization import QuantizedWeight
@@ -21,8 +21,8 @@ NAME = "cpu"
 
 # Bounds the temporaries of a long prefill.
 _TOKENS_AT_ONCE = 4096
-# torch hands elementwise work of this many elements to several threads, at cuts that need not fall on whole vectors; the
-# scalar code at a cut rounds exp and erf differently, so a row's bits would depend on where it stands.
+# torch spreads larger elementwise work over threads, at cuts that need not fall on whole vectors; the scalar code at a
+# cut rounds exp and erf differently, so a row's bits would depend on where it stands.
 _ELEMENTS_AT_ONCE = 32767
 
 
@@ -77,7 +77,7 @@ def prepare(
     if meta.num_experts == 1 or (top_k is not None and 4 * top_k >= 3 * meta.num_experts):
         tensors = _joined(tensors)
     if w13_bias is not None:
-        halves = w13_bias.to(device).float().unflatten(1, (-1, meta.intermediate_size))
+        halves = w13_bias.to(device).float().view(meta.num_experts, -1, meta.intermediate_size)
         tensors["w13_bias"] = intermediate.spread(halves).flatten(1)
     if w2_bias is not None:
         tensors["w2_bias"] = w2_bias.to(device).float()
@@ -97,10 +97,12 @@ def _expert(weight: QuantizedWeight, expert: int, device: torch.device) -> Quant
 
 def _split_rows(weight: QuantizedWeight, parts: int) -> list[QuantizedWeight]:
     rows = weight.shape[0] // parts
-    zeros = [None] * parts if weight.zero_point is None else weight.zero_point.split(rows)
+    zeros = [None] * parts if weight.zero_point is None else torch.split(weight.zero_point, rows)
     return [
         QuantizedWeight(packed, scale, zero, weight.group_size, torch.Size((rows, weight.shape[1])))
-        for packed, scale, zero in zip(weight.packed.split(rows), weight.scale.split(rows), zeros, strict=True)
+        for packed, scale, zero in zip(
+            torch.split(weight.packed, rows), torch.split(weight.scale, rows), zeros, strict=True
+        )
     ]
 
 
@@ -132,14 +134,19 @@ def apply(
     """
     num_experts = experts.meta.num_experts
     ids = topk_ids if expert_map is None else local_expert_ids(topk_ids, expert_map, num_experts)
-    # One more expert, num_experts, takes every slot that is not routed: -1 % (E + 1) is E.
-    ids = ids.clamp(-1, num_experts).remainder_(num_experts + 1).long()
-    hidden_states = hidden_states.contiguous()
+    lowest, highest = torch.aminmax(ids)
+    if int(lowest) < 0 or int(highest) >= num_experts:
+        # One more expert, num_experts, takes every slot that is not routed: -1 % (E + 1) is E.
+        ids = ids.clamp(-1, num_experts).remainder_(num_experts + 1)
+        lanes = num_experts + 1
+    else:
+        lanes = num_experts
+    ids, weights, hidden_states = ids.long(), topk_weights.float(), hidden_states.contiguous()
     run = _apply_joined if experts.tensors["w13"].dim() == 2 else _apply_grouped
     if hidden_states.shape[0] <= _TOKENS_AT_ONCE:
-        return run(hidden_states, experts, topk_weights.float(), ids, options)
-    chunks = (tensor.split(_TOKENS_AT_ONCE) for tensor in (hidden_states, topk_weights.float(), ids))
-    return torch.cat([run(x, experts, weights, local, options) for x, weights, local in zip(*chunks, strict=True)])
+        return run(hidden_states, experts, weights, ids, lanes, options)
+    chunks = (torch.split(tensor, _TOKENS_AT_ONCE) for tensor in (hidden_states, weights, ids))
+    return torch.cat([run(x, experts, part, local, lanes, options) for x, part, local in zip(*chunks, strict=True)])
 
 
 def _activate(first: torch.Tensor, meta: ExpertsMeta, options: CallOptions) -> torch.Tensor:
@@ -147,33 +154,39 @@ def _activate(first: torch.Tensor, meta: ExpertsMeta, options: CallOptions) -> t
     rows = max(1, _ELEMENTS_AT_ONCE // first.shape[1])
     if first.shape[0] <= rows:
         return apply_activation(first.float(), meta.gated, options)
-    return torch.cat([apply_activation(part.float(), meta.gated, options) for part in first.split(rows)])
+    return torch.cat([apply_activation(part.float(), meta.gated, options) for part in torch.split(first, rows)])
 
 
 def _apply_joined(
-    x: torch.Tensor, experts: PreparedExperts, weights: torch.Tensor, ids: torch.Tensor, options: CallOptions
+    x: torch.Tensor,
+    experts: PreparedExperts,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    lanes: int,
+    options: CallOptions,
 ) -> torch.Tensor:
-    meta, num_experts = experts.meta, experts.meta.num_experts
-    if x.shape[0] >= ROW_MULTIPLE:
+    num_experts = experts.meta.num_experts
+    if lanes > num_experts and x.shape[0] >= DEQUANTIZE_ROWS:
         # Rows of padding must not change which product the others get.
         rows = (ids < num_experts).any(1).nonzero().squeeze(1)
         if rows.shape[0] < x.shape[0]:
             out = torch.zeros_like(x)
-            out[rows] = _apply_joined(x[rows], experts, weights[rows], ids[rows], options)
+            if rows.shape[0]:
+                out[rows] = _apply_joined(x[rows], experts, weights[rows], ids[rows], lanes, options)
             return out
     if not options.apply_router_weight_on_input:
-        return _joined_product(x, experts, _by_expert(weights, ids, num_experts), None, options).to(x.dtype)
+        return _joined_product(x, experts, _by_expert(weights, ids, num_experts, lanes), None, options).to(x.dtype)
     out = torch.zeros(x.shape, dtype=torch.float32)
     for slot in range(ids.shape[1]):
-        routed = _by_expert(torch.ones_like(weights[:, :1]), ids[:, slot : slot + 1], num_experts)
+        routed = _by_expert(torch.ones_like(weights[:, :1]), ids[:, slot : slot + 1], num_experts, lanes)
         out += _joined_product(x, experts, routed, weights[:, slot : slot + 1], options)
     return out.to(x.dtype)
 
 
-def _by_expert(weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """FP32 [M, E]: the sum of a row's weights for each expert. Slots of the extra expert fall away."""
-    table = torch.zeros(ids.shape[0], num_experts + 1)
-    return table.scatter_add_(1, ids, weights)[:, :num_experts]
+def _by_expert(weights: torch.Tensor, ids: torch.Tensor, num_experts: int, lanes: int) -> torch.Tensor:
+    """FP32 [M, E]: the sum of a row's weights for each expert. A lane past the experts' takes what is not routed."""
+    table = weights.new_zeros(ids.shape[0], lanes).scatter_add_(1, ids, weights)
+    return table if lanes == num_experts else table[:, :num_experts]
 
 
 def _joined_product(
@@ -183,13 +196,12 @@ def _joined_product(
     weights_in: torch.Tensor | None,
     options: CallOptions,
 ) -> torch.Tensor:
-    """Every expert on every row, weighted by weights_out [M, E] (0: not routed); weights_in [M, 1] scales the rows of x."""
+    """Every expert on every row, weighted by weights_out [M, E] (0: not routed); weights_in [M, 1] scales x's rows."""
     meta, tensors = experts.meta, experts.tensors
     columns, intermediate = _plans(meta)
     rows, num_experts = weights_out.shape
-    first = matmul(
-        columns.spread(x), tensors["w13"], tensors["w13_scales_zeros"], columns.kernel_group, options.batch_invariant
-    )
+    invariant = options.batch_invariant
+    first = matmul(columns.spread(x), tensors["w13"], tensors["w13_scales_zeros"], columns.kernel_group, invariant)
     if weights_in is not None:
         first = first.float() * weights_in
     if "w13_bias" in tensors:
@@ -199,13 +211,10 @@ def _joined_product(
     if int(torch.count_nonzero(weights_out)) < weights_out.numel():
         # An expert that is not routed may overflow, and a row of padding may hold anything: 0 * inf is not 0.
         hidden.masked_fill_((weights_out == 0).unsqueeze(2), 0)
-    second = matmul(
-        hidden.to(x.dtype).view(rows, -1),
-        tensors["w2"],
-        tensors["w2_scales_zeros"],
-        intermediate.kernel_group,
-        options.batch_invariant,
-    )[:, : meta.hidden_size]
+    hidden = hidden.to(x.dtype).view(rows, -1)
+    second = matmul(hidden, tensors["w2"], tensors["w2_scales_zeros"], intermediate.kernel_group, invariant)
+    if second.shape[1] > meta.hidden_size:
+        second = second[:, : meta.hidden_size]
     if "w2_bias" in tensors:
         second = second.float()
         for expert, bias in enumerate(tensors["w2_bias"]):
@@ -214,14 +223,19 @@ def _joined_product(
 
 
 def _apply_grouped(
-    x: torch.Tensor, experts: PreparedExperts, weights: torch.Tensor, ids: torch.Tensor, options: CallOptions
+    x: torch.Tensor,
+    experts: PreparedExperts,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    lanes: int,
+    options: CallOptions,
 ) -> torch.Tensor:
     meta, tensors = experts.meta, experts.tensors
     columns, intermediate = _plans(meta)
     num_experts, (rows, top_k) = meta.num_experts, ids.shape
     expert_of_slot = ids.flatten()
     order = torch.argsort(expert_of_slot, stable=True)
-    counts = torch.bincount(expert_of_slot, minlength=num_experts + 1).tolist()[:num_experts]
+    counts = torch.bincount(expert_of_slot, minlength=lanes).tolist()[:num_experts]
     routed = sum(counts)
     order = order[:routed]
     sorted_experts = expert_of_slot[order]
@@ -241,7 +255,8 @@ def _apply_grouped(
     position = torch.full((rows * top_k,), routed)
     position[order] = torch.arange(routed)
     position = position.view(rows, top_k)
-    weights = weights.masked_fill(ids == num_experts, 0)
+    if lanes > num_experts:
+        weights = weights.masked_fill(ids == num_experts, 0)
     out = torch.zeros(rows, meta.hidden_size)
     for slot in range(top_k):
         out += second[position[:, slot]].float() * weights[:, slot : slot + 1]

@@ -1,9 +1,9 @@
 """4-bit matrices in the order of PyTorch's CPU int4 kernel, `aten::_weight_int4pack_mm_for_cpu`.
 
-The kernel computes x @ W^T with W = (q - 8) * scale + zero, for groups of 32, 64, 128 or 256 columns that divide K. Its sum
-over K runs in one order whatever the number of rows, so a row's bits never depend on the other rows. Every other group
-size and every remainder is brought into that form when the weights are packed: columns are padded (and meet zeros of x),
-scales repeated.
+The kernel computes x @ W^T with W = (q - 8) * scale + zero, for groups of 32, 64, 128 or 256 columns that divide K. Its
+sum over K runs in one order whatever the number of rows, so a row's bits never depend on the other rows. Every other
+group size and every remainder is brought into that form when the weights are packed: columns are padded (and meet zeros
+of x), scales repeated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KERNEL_GROUPS = (256, 128, 64, 32)
 _ZERO_CODE = 8
 # From this many rows on, unpacking the matrix once and multiplying in 16 bits is faster than the kernel, which unpacks
 # it again for every four rows (measured with AVX-512: break-even near 45 rows).
-_DEQUANTIZE_ROWS = 64
+DEQUANTIZE_ROWS = 64
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -64,7 +64,8 @@ class Columns:
             return tensor
         if self.stride != self.group_size and self.count > self.group_size:
             groups = -(-self.count // self.group_size)
-            tensor = F.pad(tensor, (0, groups * self.group_size - self.count)).unflatten(-1, (groups, self.group_size))
+            tensor = F.pad(tensor, (0, groups * self.group_size - self.count))
+            tensor = tensor.view(*tensor.shape[:-1], groups, self.group_size)
             tensor = F.pad(tensor, (0, self.stride - self.group_size)).flatten(-2)
         return F.pad(tensor, (0, self.width - tensor.shape[-1]))
 
@@ -78,8 +79,8 @@ class Columns:
 def packed_block() -> tuple[int, bool] | None:
     """(rows a block, halves) of the kernel's packing on this CPU, or None where it is neither of the known ones.
 
-    Packed codes are [N / block, K, block / 2] bytes. With halves, a byte holds rows b and b + block/2 of its block, else
-    rows 2b and 2b + 1. PyTorch does not document the order, so it is looked up by packing known codes.
+    Packed codes are [N / block, K, block / 2] bytes. With halves, a byte holds rows b and b + block/2 of its block,
+    else rows 2b and 2b + 1. PyTorch does not document the order, so it is looked up by packing known codes.
     """
     codes = torch.randint(0, 16, (ROW_MULTIPLE, 32), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
@@ -153,4 +154,4 @@ def matmul(
 def _dequantize_rows(dtype: torch.dtype) -> int:
     # On x86 the kernel has vector code for BF16 only; its scalar loop is slower than unpacking even for one row.
     vectorised = dtype == torch.bfloat16 or platform.machine() in ("aarch64", "arm64")
-    return _DEQUANTIZE_ROWS if vectorised else 1
+    return DEQUANTIZE_ROWS if vectorised else 1

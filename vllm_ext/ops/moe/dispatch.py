@@ -56,7 +56,7 @@ class Backend(Protocol):
         expert_map: torch.Tensor | None,
         options: CallOptions,
     ) -> torch.Tensor:
-        """The layer's output [M, H]; the arguments are checked and M > 0."""
+        """The layer's output [M, H]; the arguments are checked, M and top_k are not 0."""
 
 
 @cache
@@ -201,8 +201,8 @@ def apply_experts(
 ) -> torch.Tensor:
     """`fused_moe_w4a16` with its options in one object, as the custom op carries them."""
     check_call(hidden_states, experts, topk_weights, topk_ids, expert_map, options)
-    if not hidden_states.shape[0]:
-        return torch.empty_like(hidden_states)
+    if not topk_ids.numel():
+        return torch.zeros_like(hidden_states)
     meta = experts.meta
     given = hidden_states.dtype
     x = hidden_states if given == meta.dtype else hidden_states.to(meta.dtype)
