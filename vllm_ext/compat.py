@@ -46,7 +46,7 @@ def within_tested_versions(found: str) -> bool:
 
 
 def add_enum_member(enum: Any, name: str, value: str) -> None:
-    """Add `name` to vLLM's attention backend enum unless it is there. Versions before `register` need it done by hand."""
+    """Add `name` to vLLM's attention backend enum unless it is there (0.23 has no `register` on the enum)."""
     if name in enum.__members__:
         return
     member = object.__new__(enum)
@@ -109,6 +109,36 @@ def batch_invariance_requested() -> bool:
     from vllm import envs
 
     return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
+
+
+def kda_beta(beta: Any = None, raw_beta: Any = None) -> Any:
+    """Step size of KDA's fused-gate call: passed ready as `beta` by 0.23, as its projection `raw_beta` since 0.32.
+
+    Raises TypeError unless exactly one of them is given.
+    """
+    if (beta is None) == (raw_beta is None):
+        raise TypeError("kda: vLLM must pass either beta or raw_beta; this version's call is not known")
+    return beta if raw_beta is None else raw_beta.float().sigmoid()
+
+
+def wrap_beneath_graph_break(function: Any, wrap: Any) -> Any:
+    """Apply `wrap` to a layer's method so that a replayed CUDA graph runs it too.
+
+    Since 0.32 a method may be a break in the captured graph; replay then calls the function inside that decorator, and
+    a wrapper outside it would run at capture only.
+    """
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None or not function.__code__.co_filename.endswith("breakable_cudagraph.py"):
+        return wrap(function)
+    from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+
+    return eager_break_during_capture(wrap(inner))
+
+
+def is_linear_attention(layer: Any) -> bool:
+    """Whether `layer` is one of vLLM's GDN or KDA layers, whoever implements it."""
+    kind = getattr(layer, "mamba_type", None)
+    return str(getattr(kind, "name", kind)).upper().startswith("GDN")
 
 
 def registration_status() -> list[tuple[str, bool, str]]:

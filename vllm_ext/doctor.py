@@ -26,17 +26,25 @@ def version_rows() -> list[tuple[str, str]]:
     note = ""
     if found is not None and not compat.within_tested_versions(found):
         note = " (outside the versions tried: see below)"
-    rows = [("vllm-ext", __version__), ("python", platform.python_version()), ("vllm", (found or "not installed") + note)]
+    rows = [
+        ("vllm-ext", __version__),
+        ("python", platform.python_version()),
+        ("vllm", (found or "not installed") + note),
+    ]
     return rows + [(name, _version(name)) for name in _DISTRIBUTIONS]
 
 
 def plugin_rows() -> list[tuple[str, bool, str]]:
     """(what, ok, reason): whether vLLM will load the plugin, and whether it registers with this vLLM."""
     names = [entry.name for entry in entry_points(group="vllm.general_plugins") if entry.value.startswith("vllm_ext.")]
-    rows = [("entry point", bool(names), "vllm.general_plugins" if names else "not found: install with `pip install .`")]
+    rows = [
+        ("entry point", bool(names), "vllm.general_plugins" if names else "not found: install with `pip install .`")
+    ]
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and not set(names) & set(allowed.split(",")):
-        rows.append(("VLLM_PLUGINS", False, f"is {allowed!r} and does not name vllm_ext: vLLM will not load the plugin"))
+        rows.append(
+            ("VLLM_PLUGINS", False, f"is {allowed!r} and does not name vllm_ext: vLLM will not load the plugin")
+        )
     if compat.vllm_version() is None:
         rows.append(("registration", False, "vLLM is not installed"))
         return rows
@@ -61,7 +69,8 @@ def main(argv: list[str]) -> int:
     print("versions")
     for name, found in version_rows():
         print(f"      {name:14} {found}")
-    plugin, experts, attention = plugin_rows(), moe.backend_status(), linear_attention.backend_status()
+    plugin, experts = plugin_rows(), moe.backend_status()
+    attention = [(name, ok, reason) for name, (ok, reason) in linear_attention.backend_status().items()]
     _print_table("plugin", plugin)
     _print_table("4-bit experts (--quantization w4a16-grouped)", experts)
     _print_table("linear attention (--attention-backend ha_npu)", attention)

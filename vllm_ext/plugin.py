@@ -1,8 +1,11 @@
-"""Entry points that vLLM calls. Nothing heavy is imported here: every change to vLLM waits for the module it concerns."""
+"""Entry points that vLLM calls. Nothing heavy is imported: every change to vLLM waits for the module it concerns."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
 
 from vllm_ext._import_hooks import when_imported
 
@@ -35,10 +38,8 @@ def platform() -> None:
     register()
 
 
-def _guarded(module_name: str, function: str):  # type: ignore[no-untyped-def]
-    def callback(module: object) -> None:
-        from importlib import import_module
-
+def _guarded(module_name: str, function: str) -> Callable[[ModuleType], None]:
+    def callback(module: ModuleType) -> None:
         target, _, name = function.partition(":")
         try:
             getattr(import_module(target), name)(module)
@@ -48,9 +49,19 @@ def _guarded(module_name: str, function: str):  # type: ignore[no-untyped-def]
     return callback
 
 
+_LINEAR_ATTENTION = "vllm_ext.model_executor.linear_attention_hooks"
 _HOOKS = (
     ("vllm.v1.attention.backends.registry", "vllm_ext.model_executor.attention_backend:add_backend_name"),
     ("vllm.engine.arg_utils", "vllm_ext.model_executor.engine_args:wrap_engine_args"),
     ("vllm.model_executor.layers.quantization", "vllm_ext.model_executor.hooks:register_quantization"),
+    ("vllm._custom_ops", f"{_LINEAR_ATTENTION}:hook_cpu_kernels"),
+    *(
+        (f"vllm.model_executor.layers.mamba.gdn.{name}_gdn_linear_attn", f"{_LINEAR_ATTENTION}:hook_{name}_layer")
+        for name in ("qwen", "olmo", "kimi")
+    ),
+    *(
+        (f"vllm.models.kimi_k3.{vendor}.ops.third_party.kda", f"{_LINEAR_ATTENTION}:hook_kda_kernels")
+        for vendor in ("nvidia", "amd")
+    ),
     ("vllm.model_executor.model_loader.base_loader", "vllm_ext.model_executor.hooks:wrap_load_model"),
 )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from typing import Any
 
 from vllm_ext.model_executor.attention_backend import is_ha_npu
 from vllm_ext.options import NAMESPACE, SCHEME_KEYS, parse_options
+from vllm_ext.quantization import QUANT_METHOD, Scheme
 
-METHOD_NAME = "w4a16-grouped"
 _MARK = "_vllm_ext_wrapped"
 
 
@@ -18,7 +19,7 @@ def wrap_engine_args(arg_utils: Any) -> None:
     cls = arg_utils.EngineArgs
     if getattr(cls, _MARK, False):
         return
-    post_init, create = cls.__post_init__, cls.create_engine_config
+    post_init, create, add_cli_args = cls.__post_init__, cls.create_engine_config, cls.add_cli_args
 
     @functools.wraps(post_init)
     def wrapped_post_init(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -31,7 +32,14 @@ def wrap_engine_args(arg_utils: Any) -> None:
         check_options(self)
         return create(self, *args, **kwargs)
 
+    @functools.wraps(add_cli_args)
+    def wrapped_add_cli_args(parser: Any, *args: Any, **kwargs: Any) -> Any:
+        parser = add_cli_args(parser, *args, **kwargs)
+        accept_scheme_keys(parser)
+        return parser
+
     cls.__post_init__, cls.create_engine_config = wrapped_post_init, wrapped_create
+    cls.add_cli_args = staticmethod(wrapped_add_cli_args)
     setattr(cls, _MARK, True)
 
 
@@ -64,15 +72,32 @@ def move_attention_backend(engine_args: Any) -> None:
     add_options(engine_args, {"linear_attn_backend": "ha_npu"})
 
 
+def accept_scheme_keys(parser: Any) -> None:
+    """Let `--quantization-config` take our scheme's keys too: vLLM checks the flag against its own while parsing."""
+    for action in parser._actions:
+        if action.dest == "quantization_config" and action.type is not None:
+            parse = action.type
+            action.type = functools.wraps(parse)(lambda text, parse=parse: _own_scheme(text) or parse(text))
+
+
+def _own_scheme(text: str) -> dict[str, Any] | None:
+    try:
+        given = json.loads(text)
+    except ValueError:
+        return None
+    own = set(SCHEME_KEYS) - {"ignore"}
+    return given if isinstance(given, dict) and own & set(given) else None
+
+
 def move_quantization_config(engine_args: Any) -> None:
     """Take our scheme's keys out of `quantization_config`, whose own schema does not know them."""
     given = getattr(engine_args, "quantization_config", None)
-    if engine_args.quantization != METHOD_NAME or not isinstance(given, dict):
+    if engine_args.quantization != QUANT_METHOD or not isinstance(given, dict):
         return
     unknown = sorted(set(given) - set(SCHEME_KEYS))
     if unknown:
         raise ValueError(
-            f"--quantization-config with {METHOD_NAME}: unknown option {', '.join(map(repr, unknown))}; "
+            f"--quantization-config with {QUANT_METHOD}: unknown option {', '.join(map(repr, unknown))}; "
             f"allowed are {', '.join(SCHEME_KEYS)}"
         )
     add_options(engine_args, given)
@@ -81,8 +106,4 @@ def move_quantization_config(engine_args: Any) -> None:
 
 def check_options(engine_args: Any) -> None:
     """Refuse bad options before any process starts."""
-    options = parse_options(engine_args.additional_config)
-    if options.scheme:
-        from vllm_ext.quantization.scheme import Scheme
-
-        Scheme.from_dict(options.scheme)
+    Scheme.from_dict(parse_options(engine_args.additional_config).scheme)

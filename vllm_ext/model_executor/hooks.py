@@ -10,10 +10,11 @@ _MARK = "_vllm_ext_wrapped"
 
 def register_quantization(quantization: Any) -> None:
     """Register w4a16-grouped with vLLM's quantisation registry, unless the name exists in-tree."""
-    from vllm_ext.model_executor.quantization import METHOD_NAME, W4A16GroupedConfig
+    from vllm_ext.model_executor.quantization import W4A16GroupedConfig
+    from vllm_ext.quantization import QUANT_METHOD
 
-    if METHOD_NAME not in quantization.QUANTIZATION_METHODS:
-        quantization.register_quantization_config(METHOD_NAME)(W4A16GroupedConfig)
+    if QUANT_METHOD not in quantization.QUANTIZATION_METHODS:
+        quantization.register_quantization_config(QUANT_METHOD)(W4A16GroupedConfig)
 
 
 def wrap_load_model(base_loader: Any) -> None:
@@ -35,9 +36,11 @@ def wrap_load_model(base_loader: Any) -> None:
 
 
 def after_load(vllm_config: Any, model: Any) -> None:
-    """Refuse a model in which the chosen method found nothing to quantise."""
+    """Refuse a model in which the chosen method found nothing to quantise; warn where ha_npu has nothing to serve."""
+    from vllm_ext.model_executor.linear_attention_hooks import warn_if_unserved
     from vllm_ext.model_executor.quantization import W4A16GroupedConfig
 
     config = getattr(vllm_config, "quant_config", None)
     if isinstance(config, W4A16GroupedConfig):
         config.check_loaded(model)
+    warn_if_unserved(vllm_config, model)

@@ -12,21 +12,15 @@ from vllm_ext.model_executor.report import QuantizationReport
 from vllm_ext.ops.moe import CallOptions, PreparedExperts, prepare_experts
 from vllm_ext.ops.moe.custom_op import encode_call, fused_moe_w4a16_op
 from vllm_ext.options import Options
-from vllm_ext.quantization import QuantizedWeight, quantize_weight
-from vllm_ext.quantization.scheme import Scheme
+from vllm_ext.quantization import Scheme
 
 logger = logging.getLogger("vllm.vllm_ext.quantization")
-
-# Elements quantised at once: bounds the FP32 temporaries to a few hundred MiB whatever the number of experts.
-_CHUNK_ELEMENTS = 1 << 26
 
 
 class AtLoadMoEMethod(compat.moe_method_base()):  # type: ignore[misc]
     """Loads 16-bit experts on the meta device, quantises a layer once its last weight has arrived, and runs it."""
 
-    def __init__(
-        self, layer: torch.nn.Module, prefix: str, scheme: Scheme, options: Options, report: QuantizationReport
-    ) -> None:
+    def __init__(self, layer: Any, prefix: str, scheme: Scheme, options: Options, report: QuantizationReport) -> None:
         super().__init__(layer.moe_config)
         self.prefix = prefix
         self.scheme = scheme
@@ -46,11 +40,11 @@ class AtLoadMoEMethod(compat.moe_method_base()):  # type: ignore[misc]
         """Expert weights can be moved between ranks as rows [local_experts, -1] of each parameter."""
         return True
 
-    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: vLLM's modular kernels are not used."""
         return None
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the layer's 16-bit experts by 4-bit ones in the order the device's kernels read."""
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
@@ -61,8 +55,8 @@ class AtLoadMoEMethod(compat.moe_method_base()):  # type: ignore[misc]
             w13 = torch.cat((w13[:, 0::2], w13[:, 1::2]), dim=1)
             w13_bias = None if w13_bias is None else torch.cat((w13_bias[:, 0::2], w13_bias[:, 1::2]), dim=1)
         before = w13.nbytes + w2.nbytes
-        q13 = self._quantize(w13, self.scheme.group_size_w13, "w13_weight")
-        q2 = self._quantize(w2, self.scheme.group_size_w2, "w2_weight")
+        q13 = self.scheme.quantize(w13, "w13", name=f"{self.prefix}.w13_weight")
+        q2 = self.scheme.quantize(w2, "w2", name=f"{self.prefix}.w2_weight")
         experts = prepare_experts(
             q13,
             q2,
@@ -79,29 +73,7 @@ class AtLoadMoEMethod(compat.moe_method_base()):  # type: ignore[misc]
             self.report.announced = True
             logger.info("%s, backend %s", self.report.summary(), experts.backend)
 
-    def _quantize(self, weight: torch.Tensor, group_size: int, name: str) -> QuantizedWeight:
-        step = max(1, _CHUNK_ELEMENTS // weight[0].numel())
-        parts = [
-            quantize_weight(
-                weight[start : start + step],
-                group_size,
-                symmetric=self.scheme.symmetric,
-                zero_point=self.scheme.zero_point,
-                method=self.scheme.method,
-                name=f"{self.prefix}.{name}",
-            )
-            for start in range(0, weight.shape[0], step)
-        ]
-        zeros = [part.zero_point for part in parts if part.zero_point is not None]
-        return QuantizedWeight(
-            torch.cat([part.packed for part in parts]),
-            torch.cat([part.scale for part in parts]),
-            torch.cat(zeros) if zeros else None,
-            group_size,
-            weight.shape,
-        )
-
-    def _adopt(self, layer: torch.nn.Module, experts: PreparedExperts, activation: str) -> None:
+    def _adopt(self, layer: Any, experts: PreparedExperts, activation: str) -> None:
         """Register the prepared tensors as the layer's parameters, so that sleep mode, reload and EPLB see them.
 
         The two main tensors keep the names `w13_weight` and `w2_weight`: under expert parallelism, weights of foreign
@@ -127,7 +99,7 @@ class AtLoadMoEMethod(compat.moe_method_base()):  # type: ignore[misc]
 
     def apply(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -139,7 +111,11 @@ class AtLoadMoEMethod(compat.moe_method_base()):  # type: ignore[misc]
         return fused_moe_w4a16_op(x, topk_weights, topk_ids, layer.expert_map, tensors, self.meta)
 
     def apply_monolithic(
-        self, layer: torch.nn.Module, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Route and apply, where vLLM leaves routing to the method."""
         topk_weights, topk_ids = compat.select_experts_on_cpu(layer, x, router_logits)

@@ -10,10 +10,9 @@ import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_ext import compat
-from vllm_ext.model_executor.engine_args import METHOD_NAME
 from vllm_ext.model_executor.report import QuantizationReport
 from vllm_ext.options import Options, parse_options
-from vllm_ext.quantization.scheme import Scheme
+from vllm_ext.quantization import QUANT_METHOD, Scheme
 
 logger = logging.getLogger("vllm.vllm_ext.quantization")
 
@@ -21,8 +20,8 @@ logger = logging.getLogger("vllm.vllm_ext.quantization")
 class W4A16GroupedConfig(QuantizationConfig):
     """Routed experts in 4 bits, everything else in 16.
 
-    `packed` is the scheme stored in a checkpoint, or None when a 16-bit checkpoint is quantised while it loads; then the
-    scheme's options come from `additional_config["vllm_ext"]`.
+    `packed` is the scheme stored in a checkpoint, or None when a 16-bit checkpoint is quantised while it loads; then
+    the scheme's options come from `additional_config["vllm_ext"]`.
     """
 
     def __init__(self, packed: Scheme | None = None) -> None:
@@ -36,7 +35,7 @@ class W4A16GroupedConfig(QuantizationConfig):
     @classmethod
     def get_name(cls) -> str:
         """The name users type."""
-        return METHOD_NAME
+        return QUANT_METHOD
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -62,9 +61,9 @@ class W4A16GroupedConfig(QuantizationConfig):
     def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, **kwargs: Any) -> str | None:
         """Refuse, by name, checkpoints that are already quantised by another method."""
         found = hf_quant_cfg.get("quant_method") if isinstance(hf_quant_cfg, Mapping) else None
-        if user_quant == METHOD_NAME and found and found != METHOD_NAME:
+        if user_quant == QUANT_METHOD and found and found != QUANT_METHOD:
             raise ValueError(
-                f"--quantization {METHOD_NAME}: the checkpoint's config.json says quant_method {found!r}, and only "
+                f"--quantization {QUANT_METHOD}: the checkpoint's config.json says quant_method {found!r}, and only "
                 "BF16 or FP16 checkpoints, or ones packed by `vllm-ext quantize`, can be served in this scheme; "
                 f"drop the flag to serve it with {found!r}, or start from the unquantised checkpoint"
             )
@@ -93,13 +92,13 @@ class W4A16GroupedConfig(QuantizationConfig):
         if not self.report.expected:
             ignored = f"; ignored by pattern: {sorted(self.report.ignored)}" if self.report.ignored else ""
             raise ValueError(
-                f"--quantization {METHOD_NAME}: {type(model).__name__} has no routed experts to quantise{ignored}. "
+                f"--quantization {QUANT_METHOD}: {type(model).__name__} has no routed experts to quantise{ignored}. "
                 "The scheme is for mixture-of-experts models; drop the flag to serve this one in 16 bits"
             )
         if missing := self.report.missing():
             raise ValueError(
-                f"--quantization {METHOD_NAME}: {len(missing)} of {len(self.report.expected)} layers of routed experts "
-                f"received no weights and stayed unquantised, first {missing[0]}; the checkpoint lacks them"
+                f"--quantization {QUANT_METHOD}: {len(missing)} of {len(self.report.expected)} layers of routed "
+                f"experts received no weights and stayed unquantised, first {missing[0]}; the checkpoint lacks them"
             )
 
 
