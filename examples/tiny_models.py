@@ -61,7 +61,7 @@ class Weights:
         gate, up, down = names
         self.linear(f"{prefix}.{gate}", inter, hidden)
         self.linear(f"{prefix}.{up}", inter, hidden)
-        self.linear(f"{prefix}.{down}", hidden, inter, gain=2.0)
+        self.linear(f"{prefix}.{down}", hidden, inter, gain=0.5)
 
 
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
@@ -154,7 +154,7 @@ def kimi_linear_weights(w: Weights, c: Config) -> None:
 
 def _embeddings(w: Weights, c: Config, *, norm_mean: float = 1.0) -> None:
     w.normal("model.embed_tokens.weight", c["vocab_size"], c["hidden_size"], std=1.0)
-    w.linear("lm_head", c["vocab_size"], c["hidden_size"], gain=4.0)
+    w.linear("lm_head", c["vocab_size"], c["hidden_size"], gain=2.0)
     w.norm("model.norm", c["hidden_size"], mean=norm_mean)
 
 
@@ -188,7 +188,7 @@ def _fused_experts(w: Weights, c: Config, block: str) -> None:
     experts, hidden, inter = c["num_experts"], c["hidden_size"], c["moe_intermediate_size"]
     w.linear(f"{block}.gate", experts, hidden, gain=2.0)
     w.normal(f"{block}.experts.gate_up_proj", experts, 2 * inter, hidden, std=hidden**-0.5)
-    w.normal(f"{block}.experts.down_proj", experts, hidden, inter, std=2 * inter**-0.5)
+    w.normal(f"{block}.experts.down_proj", experts, hidden, inter, std=0.5 * inter**-0.5)
 
 
 def _hybrid(

@@ -50,8 +50,8 @@ def _check(name: str, device: torch.device, problem: Problem | None) -> tuple[Mo
     return (module, "") if usable else (None, reason)
 
 
-def select_backend(function: str, backend: str, problem: Problem) -> ModuleType:
-    """The module that serves this call.
+def select_backend(function: str, backend: str, problem: Problem) -> tuple[ModuleType, str]:
+    """The module that serves this call, and why better ones do not ("" when it is the first choice).
 
     Raises:
         ValueError: a backend name that does not exist.
@@ -64,11 +64,11 @@ def select_backend(function: str, backend: str, problem: Problem) -> ModuleType:
         candidates = (backend,)
     else:
         raise ValueError(f"{function}: no backend {backend!r}; choose one of {', '.join(('auto', *_MODULES))}")
-    reasons = []
+    reasons: list[str] = []
     for name in candidates:
         module, reason = _check(name, device, problem)
         if module is not None:
-            return module
+            return module, "; ".join(reasons)
         reasons.append(f"{name}: {reason}")
     raise RuntimeError(
         f"{function}: backend {backend!r} cannot run {problem.op} of {problem.dtype} with K={problem.key_dim}, "

@@ -56,7 +56,8 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel, state_v_first,
     )  # fmt: skip
     problem = check_call("chunk_gated_delta_rule", "gdn", call)
-    result: Result = select_backend("chunk_gated_delta_rule", backend, problem).chunk_gated_delta_rule(call)
+    module, _ = select_backend("chunk_gated_delta_rule", backend, problem)
+    result: Result = module.chunk_gated_delta_rule(call)
     return result
 
 
@@ -92,7 +93,8 @@ def chunk_kda(
         use_qk_l2norm_in_kernel, state_v_first,
     )  # fmt: skip
     problem = check_call("chunk_kda", "kda", call)
-    result: Result = select_backend("chunk_kda", backend, problem).chunk_kda(call)
+    module, _ = select_backend("chunk_kda", backend, problem)
+    result: Result = module.chunk_kda(call)
     return result
 
 
