@@ -1,0 +1,1 @@
+"""Ascend C kernels on the host simulator of `csrc_ascend/simulator`."""

@@ -1,0 +1,115 @@
+"""A session of the simulator: tensors in its global memory, kernel launches, counters."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from vllm_ext.ops.linear_attention.ascend_sim.build import build, load
+
+_MODES = {"in": 0, "out": 1, "workspace": 2}
+_ERROR_BYTES = 4096
+
+
+class SimulatorViolation(RuntimeError):
+    """A kernel did what the chip does not allow; the message names kernel, line, buffer, offset and rule."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What the launches of a session did. Sums over cores and launches; the peaks are the largest of any core."""
+
+    gm_read_bytes: int
+    gm_write_bytes: int
+    gm_bursts: int
+    l1_to_l0a_fractals: int
+    l1_to_l0b_fractals: int
+    mac_fractals: int
+    mmad_instructions: int
+    vector_repeats: int
+    vector_instructions: int
+    l0c_to_ub_bytes: int
+    ub_to_l1_bytes: int
+    gm_to_l1_bytes: int
+    flags: int
+    barriers: int
+    layout_transforms: int
+    cast_overflows: int
+    scalar_accesses: int
+    peak_ub: int
+    peak_l1: int
+    peak_l0a: int
+    peak_l0b: int
+    peak_l0c: int
+
+    @property
+    def gm_bytes(self) -> int:
+        """Bytes to and from global memory."""
+        return self.gm_read_bytes + self.gm_write_bytes
+
+    @property
+    def l1_to_l0_bytes(self) -> int:
+        """Bytes from L1 to the cube's operand buffers."""
+        return 512 * (self.l1_to_l0a_fractals + self.l1_to_l0b_fractals)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of the cube, whole fractals."""
+        return 4096 * self.mac_fractals
+
+
+class Session:
+    """Open it with `with`; launches share the tensors registered so far."""
+
+    def __init__(self, chip: str, *, library: Path | None = None, threads: int | None = None) -> None:
+        self._library = load(library or build())
+        count = threads or min(4, os.cpu_count() or 1)
+        self._handle = self._library.sim_open(chip.encode(), count)
+        if not self._handle:
+            raise ValueError(f"ascend-sim: no simulated chip {chip!r}")
+        self._kept: list[torch.Tensor] = []
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._library.sim_close(self._handle)
+        self._handle = None
+
+    def register(self, name: str, tensor: torch.Tensor, mode: str, *, written: bool = False) -> torch.Tensor:
+        """Make a contiguous CPU tensor known as "in", "out" or "workspace"; `written` when it already holds data."""
+        if not tensor.is_contiguous() or tensor.device.type != "cpu":
+            raise ValueError(f"ascend-sim: {name} must be a contiguous CPU tensor")
+        self._kept.append(tensor)
+        size = tensor.numel() * tensor.element_size()
+        self._library.sim_region(self._handle, name.encode(), tensor.data_ptr(), size, _MODES[mode], int(written))
+        return tensor
+
+    def launch(self, kernel: str, blocks: int, arguments: Sequence[torch.Tensor | None]) -> None:
+        """Run a kernel on `blocks` blocks. Raises SimulatorViolation."""
+        pointers = (ctypes.c_void_p * max(1, len(arguments)))()
+        for index, tensor in enumerate(arguments):
+            pointers[index] = None if tensor is None else tensor.data_ptr()
+        error = ctypes.create_string_buffer(_ERROR_BYTES)
+        if self._library.sim_launch(self._handle, kernel.encode(), blocks, pointers, error, _ERROR_BYTES):
+            raise SimulatorViolation(error.value.decode(errors="replace"))
+
+    def check_outputs(self) -> None:
+        """Raises SimulatorViolation unless every byte of every output has been written."""
+        error = ctypes.create_string_buffer(_ERROR_BYTES)
+        if self._library.sim_check_outputs(self._handle, error, _ERROR_BYTES):
+            raise SimulatorViolation(error.value.decode(errors="replace"))
+
+    def counters(self) -> Counters:
+        """Everything counted since the session was opened."""
+        values = (ctypes.c_uint64 * len(fields(Counters)))()
+        self._library.sim_counters(self._handle, values)
+        return Counters(*values)
