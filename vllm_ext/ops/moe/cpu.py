@@ -1,4 +1,4 @@
-"""4-bit experts on CPUs, through PyTorch's int4 matrix kernel. Sums run in a fixed order: no index_add_, no atomics.
+"""4-bit experts on CPUs. Sums run in a fixed order: no index_add_, no atomics.
 
 Two layouts, told apart by w13's dimensions:
 grouped  [E, rows, bytes]: slots are sorted by expert, one pair of matrix products per expert that has rows.
@@ -11,8 +11,9 @@ from functools import cache
 
 import torch
 
+from vllm_ext.ops.moe import cpu_native
 from vllm_ext.ops.moe.activation import apply_activation
-from vllm_ext.ops.moe.cpu_int4 import DEQUANTIZE_ROWS, ROW_MULTIPLE, Columns, matmul, pack, packed_block
+from vllm_ext.ops.moe.cpu_int4 import DEQUANTIZE_ROWS, ROW_MULTIPLE, Columns, block_rows, matmul, pack, packed_block
 from vllm_ext.ops.moe.experts import CallOptions, ExpertsMeta, PreparedExperts, experts_meta
 from vllm_ext.ops.moe.routing import local_expert_ids
 from vllm_ext.quantization import QuantizedWeight
@@ -38,7 +39,8 @@ def usable(device: torch.device) -> tuple[bool, str]:
     layout = packed_block()
     if layout is None:
         return False, f"PyTorch {torch.__version__} packs int4 weights in an order this version does not know"
-    return True, f"PyTorch's int4 kernel, blocks of {layout[0]} rows"
+    kernel, about = cpu_native.load()
+    return True, about if kernel else f"PyTorch's int4 kernel; our faster one is not used: {about}"
 
 
 @cache
@@ -108,15 +110,12 @@ def _split_rows(weight: QuantizedWeight, parts: int) -> list[QuantizedWeight]:
 
 def _joined(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Experts side by side: w13 along its rows, w2 along its columns."""
-    layout = packed_block()
-    assert layout is not None
-    half = layout[0] // 2
-    experts, rows, width = tensors["w2"].shape
-    blocks = tensors["w2"].view(experts, rows // layout[0], 2 * width, half)
+    experts, rows, _ = tensors["w2"].shape
+    blocks = tensors["w2"].view(experts, rows // block_rows(tensors["w2"]), -1)
     return {
         "w13": tensors["w13"].flatten(0, 1),
         "w13_scales_zeros": tensors["w13_scales_zeros"].transpose(0, 1).flatten(1, 2).contiguous(),
-        "w2": blocks.transpose(0, 1).reshape(rows, experts * width),
+        "w2": blocks.transpose(0, 1).reshape(rows, -1),
         "w2_scales_zeros": tensors["w2_scales_zeros"].flatten(0, 1),
     }
 
@@ -129,8 +128,8 @@ def apply(
     expert_map: torch.Tensor | None,
     options: CallOptions,
 ) -> torch.Tensor:
-    """[M, H]. A row's bits depend on the other rows only through how many of them an expert gets: from 64 on, a faster
-    product with other rounding serves them. With options.batch_invariant they never do.
+    """[M, H]. With our kernel, or with options.batch_invariant, a row's bits never depend on the other rows. With
+    PyTorch's they do through how many rows an expert gets: from 64 on, a faster product with other rounding serves them.
     """
     num_experts = experts.meta.num_experts
     ids = topk_ids if expert_map is None else local_expert_ids(topk_ids, expert_map, num_experts)

@@ -1,9 +1,11 @@
-"""4-bit matrices in the order of PyTorch's CPU int4 kernel, `aten::_weight_int4pack_mm_for_cpu`.
+"""4-bit matrices on CPUs: packed once, multiplied by our AVX-512 kernel or by PyTorch's `_weight_int4pack_mm_for_cpu`.
 
-The kernel computes x @ W^T with W = (q - 8) * scale + zero, for groups of 32, 64, 128 or 256 columns that divide K. Its
-sum over K runs in one order whatever the number of rows, so a row's bits never depend on the other rows. Every other
-group size and every remainder is brought into that form when the weights are packed: columns are padded (and meet zeros
-of x), scales repeated.
+Both kernels compute x @ W^T with W = (q - 8) * scale + zero, for groups that divide K and are 32, 64, 128 or 256
+columns long, and both add up over K in one order whatever the number of rows, so a row's bits never depend on the other
+rows. Every other group size and every remainder is brought into that form when the weights are packed: columns are
+padded (and meet zeros of x), scales repeated.
+
+The kernel is chosen when a matrix is packed and is told by the dtype of the codes: int16 ours, uint8 PyTorch's.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
+from vllm_ext.ops.moe import cpu_native
 from vllm_ext.quantization import QuantizedWeight
 
 ROW_MULTIPLE = 64
 _COLUMN_MULTIPLE = 32
 _KERNEL_GROUPS = (256, 128, 64, 32)
 _ZERO_CODE = 8
-# From this many rows on, unpacking the matrix once and multiplying in 16 bits is faster than the kernel, which unpacks
-# it again for every four rows (measured with AVX-512: break-even near 45 rows).
+# From this many rows on, unpacking the matrix once and multiplying in BF16 is faster than PyTorch's kernel, which
+# unpacks it again for every four rows (measured with AVX-512: break-even near 45 rows).
 DEQUANTIZE_ROWS = 64
 
 
@@ -77,7 +80,7 @@ class Columns:
 
 @cache
 def packed_block() -> tuple[int, bool] | None:
-    """(rows a block, halves) of the kernel's packing on this CPU, or None where it is neither of the known ones.
+    """(rows a block, halves) of PyTorch's packing on this CPU, or None where it is neither of the known ones.
 
     Packed codes are [N / block, K, block / 2] bytes. With halves, a byte holds rows b and b + block/2 of its block,
     else rows 2b and 2b + 1. PyTorch does not document the order, so it is looked up by packing known codes.
@@ -106,7 +109,7 @@ def _unpack(packed: torch.Tensor, columns: int, block: int, halves: bool) -> tor
 
 
 def pack(weight: QuantizedWeight, rows: Columns | None, columns: Columns, dtype: torch.dtype) -> list[torch.Tensor]:
-    """One matrix [N, K] as [codes, scales_and_zeros]: uint8 [N', K'/2] and `dtype` [K'/kernel_group, N', 2].
+    """One matrix [N, K] as [codes, scales_and_zeros]: N' * K' / 2 bytes and `dtype` [K'/kernel_group, N', 2].
 
     rows   where its rows shall stand (the columns of the matrix that comes next); None: only padded at the end.
     Rows that are padding have scale and zero 0.
@@ -118,15 +121,26 @@ def pack(weight: QuantizedWeight, rows: Columns | None, columns: Columns, dtype:
     if rows is not None:
         both, codes = rows.spread(both), rows.spread(codes.T).T
     padding = round_up(codes.shape[0], ROW_MULTIPLE) - codes.shape[0]
-    codes = F.pad(codes, (0, 0, 0, padding)).int().contiguous()
+    codes = F.pad(codes, (0, 0, 0, padding)).contiguous()
     both = F.pad(both, (0, padding)).to(dtype).transpose(1, 2).contiguous()
-    return [torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1), both]
+    if dtype == torch.bfloat16 and cpu_native.load()[0]:
+        return [cpu_native.pack_codes(codes), both]
+    return [torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1), both]
+
+
+def block_rows(packed: torch.Tensor) -> int:
+    """Rows that a packed matrix keeps together."""
+    if packed.dtype == torch.int16:
+        return cpu_native.BLOCK
+    layout = packed_block()
+    assert layout is not None
+    return layout[0]
 
 
 def dequantize(
     packed: torch.Tensor, scales_and_zeros: torch.Tensor, kernel_group: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The transposed matrix [K', N'] in `dtype`."""
+    """The transposed matrix [K', N'] in `dtype`, from PyTorch's packing."""
     layout = packed_block()
     assert layout is not None
     columns = packed.shape[1] * 2
@@ -142,7 +156,9 @@ def matmul(
     kernel_group: int,
     batch_invariant: bool,
 ) -> torch.Tensor:
-    """x [M, K'] times the matrix, [M, N'], in x's dtype (FP32 where a 16-bit x was multiplied in FP32)."""
+    """x [M, K'], contiguous, times the matrix: [M, N'], in FP32 or, from PyTorch's BF16 products, in BF16."""
+    if packed.dtype == torch.int16:
+        return cpu_native.int4_matmul(x, packed, scales_and_zeros, kernel_group)
     dtype = x.dtype
     if batch_invariant or x.shape[0] < _dequantize_rows(dtype):
         return torch.ops.aten._weight_int4pack_mm_for_cpu.default(x, packed, kernel_group, scales_and_zeros)
