@@ -132,7 +132,7 @@ def test_server_message_of_a_refused_question_reaches_the_user(server: Server) -
     listener = http.server.HTTPServer((HOST, server.port), Refuse)
     threading.Thread(target=listener.serve_forever, daemon=True).start()
     try:
-        with pytest.raises(ServerError, match="400.*the prompt is too long"):
+        with pytest.raises(ServerError, match=r"400.*the prompt is too long"):
             list(demo.ask(server, "?" * 9))
     finally:
         listener.shutdown()
