@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +77,16 @@ def chip_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in CHIP_DIR.glob("*.json")))
 
 
-@lru_cache(maxsize=None)
 def load_chip(name: str) -> Chip:
     """Read a chip by name. Raises ValueError, naming the known chips, when there is no such file."""
     if not isinstance(name, str) or name not in chip_names():
-        raise ValueError(
-            f"ha_npu: unknown chip {name!r}; known: {', '.join(chip_names())}; add a chip as {CHIP_DIR.name}/<name>.json"
-        )
+        known = ", ".join(chip_names())
+        raise ValueError(f"ha_npu: unknown chip {name!r}; known: {known}; a new one is a file chips/<name>.json")
+    return _read_chip(name)
+
+
+@cache
+def _read_chip(name: str) -> Chip:
     return parse_chip(json.loads((CHIP_DIR / f"{name}.json").read_text(encoding="utf-8")))
 
 
