@@ -30,7 +30,16 @@ SERVED_GROUPS = (128, 64, 32)
 
 def _words(packed: torch.Tensor) -> torch.Tensor:
     """Packed nibbles uint8 [..., n] as little-endian words int32 [..., ceil(n / 4)]."""
-    return torch.nn.functional.pad(packed, (0, -packed.shape[-1] % 4)).contiguous().view(torch.int32)
+    padded = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % 4))
+    # Flat first: a dimension of size one may keep a stride that no wider dtype allows.
+    flat = padded.clone(memory_format=torch.contiguous_format).reshape(-1)
+    return flat.view(torch.int32).reshape(*packed.shape[:-1], -(-packed.shape[-1] // 4))
+
+
+def _nibbles(words: torch.Tensor) -> torch.Tensor:
+    """Undo `_words`, padding included: int32 [..., n] to uint8 [..., 4 n]."""
+    flat = words.clone(memory_format=torch.contiguous_format).reshape(-1)
+    return flat.view(torch.uint8).reshape(*words.shape[:-1], 4 * words.shape[-1])
 
 
 def specs(module: str, shape: tuple[int, int], group_size: int, kind: str | None, store: str) -> list[TensorSpec]:
@@ -84,7 +93,7 @@ def from_tensors(
         raise CheckpointError(
             f"{module}: {CODES} must be int32 [..., {-(-columns // NIBBLES)}], got {words.dtype} {tuple(words.shape)}"
         )
-    packed = words.contiguous().view(torch.uint8)[..., : -(-columns // 2)].contiguous()
+    packed = _nibbles(words)[..., : -(-columns // 2)].contiguous()
     rows = words.shape[-2]
     group = columns if group_size is None else group_size
     zero = None
@@ -96,8 +105,7 @@ def from_tensors(
                 f"{module}: {ZERO_POINT} must be int32 {expected}, packed along the rows, got {stored.dtype} "
                 f"{tuple(stored.shape)}"
             )
-        turned = stored.transpose(-1, -2).contiguous().view(torch.uint8)
-        zero = unpack_nibbles(turned, rows).transpose(-1, -2).contiguous()
+        zero = unpack_nibbles(_nibbles(stored.transpose(-1, -2)), rows).transpose(-1, -2).contiguous()
     try:
         return QuantizedWeight(packed, scale, zero, group, torch.Size((*words.shape[:-1], columns)))
     except ValueError as error:

@@ -218,7 +218,8 @@ class TensorFileWriter:
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write the whole tensor `name`."""
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        # A fresh copy: a dimension of size one may keep a stride that a view as bytes refuses.
+        data = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
         self.write_bytes(name, 0, data.numpy().data)
 
     def write_bytes(self, name: str, position: int, data: bytes | bytearray | memoryview) -> None:
