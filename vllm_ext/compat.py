@@ -59,6 +59,13 @@ def add_enum_member(enum: Any, name: str, value: str) -> None:
 
 
 def moe_method_base() -> Any:
+    """Base class of methods that run routed experts."""
+    from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+
+    return FusedMoEMethodBase
+
+
+def online_moe_method_base() -> Any:
     """Base class of methods that quantise routed experts while a 16-bit checkpoint loads."""
     from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 
@@ -102,6 +109,24 @@ def select_experts_on_cpu(layer: Any, hidden_states: Any, router_logits: Any) ->
         router_logits=router_logits,
         **{key: value for key, value in candidates.items() if key in accepted},
     )
+
+
+def compressed_tensors_config(config: Any) -> Any:
+    """vLLM's own configuration of a compressed-tensors checkpoint."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+    return CompressedTensorsConfig.from_config(dict(config))
+
+
+def world_rank_and_size() -> tuple[int, int]:
+    """This process's rank and the number of ranks of its engine; (0, 1) before vLLM has set up its groups."""
+    from vllm.distributed import get_world_group
+
+    try:
+        group = get_world_group()
+    except AssertionError:
+        return 0, 1
+    return group.rank_in_group, group.world_size
 
 
 def batch_invariance_requested() -> bool:

@@ -1,4 +1,4 @@
-"""vLLM's MoE method for routed experts in 4 bits, quantised layer by layer while a 16-bit checkpoint loads."""
+"""vLLM's MoE methods for routed experts in 4 bits: quantised while a 16-bit checkpoint loads, or loaded packed."""
 
 from __future__ import annotations
 
@@ -8,26 +8,31 @@ from typing import Any
 import torch
 
 from vllm_ext import compat
+from vllm_ext.model_executor.packed_experts import PackedExpertsLoader, PackedFormat
 from vllm_ext.model_executor.report import QuantizationReport
 from vllm_ext.ops.moe import CallOptions, PreparedExperts, prepare_experts
 from vllm_ext.ops.moe.custom_op import encode_call, fused_moe_w4a16_op
 from vllm_ext.options import Options
-from vllm_ext.quantization import Scheme
+from vllm_ext.quantization import QuantizedWeight, Scheme
 
 logger = logging.getLogger("vllm.vllm_ext.quantization")
 
 
-class AtLoadMoEMethod(compat.moe_method_base()):  # type: ignore[misc]
-    """Loads 16-bit experts on the meta device, quantises a layer once its last weight has arrived, and runs it."""
+class _RunsW4A16:
+    """The part both methods share: from quantised weights to the layer's parameters, and the layer's computation."""
 
-    def __init__(self, layer: Any, prefix: str, scheme: Scheme, options: Options, report: QuantizationReport) -> None:
-        super().__init__(layer.moe_config)
+    prefix: str
+    options: Options
+    report: QuantizationReport
+    names: list[str]
+    meta: str
+
+    def _set_up(self, prefix: str, options: Options, report: QuantizationReport) -> None:
         self.prefix = prefix
-        self.scheme = scheme
         self.options = options
         self.report = report
         self.routes_itself = compat.cpu_router_is_internal()
-        self.names: list[str] = []
+        self.names = []
         self.meta = ""
 
     @property
@@ -44,34 +49,29 @@ class AtLoadMoEMethod(compat.moe_method_base()):  # type: ignore[misc]
         """None: vLLM's modular kernels are not used."""
         return None
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Replace the layer's 16-bit experts by 4-bit ones in the order the device's kernels read."""
-        if getattr(layer, "_already_called_process_weights_after_loading", False):
-            return
-        w13, w2 = layer.w13_weight.data, layer.w2_weight.data
-        w13_bias, w2_bias = (getattr(getattr(layer, name, None), "data", None) for name in ("w13_bias", "w2_bias"))
+    def _finish(self, layer: Any, w13: QuantizedWeight, w2: QuantizedWeight, dtype: torch.dtype, before: int) -> None:
+        """Put the weights into the order the device's kernels read and make them the layer's parameters."""
         activation, interleaved = moe_activation(layer.activation, self.prefix)
-        if interleaved:
-            w13 = torch.cat((w13[:, 0::2], w13[:, 1::2]), dim=1)
-            w13_bias = None if w13_bias is None else torch.cat((w13_bias[:, 0::2], w13_bias[:, 1::2]), dim=1)
-        before = w13.nbytes + w2.nbytes
-        q13 = self.scheme.quantize(w13, "w13", name=f"{self.prefix}.w13_weight")
-        q2 = self.scheme.quantize(w2, "w2", name=f"{self.prefix}.w2_weight")
+        biases = [getattr(getattr(layer, name, None), "data", None) for name in ("w13_bias", "w2_bias")]
+        if interleaved and biases[0] is not None:
+            biases[0] = separate_rows(biases[0])
         experts = prepare_experts(
-            q13,
-            q2,
-            w13_bias=w13_bias,
-            w2_bias=w2_bias,
+            w13,
+            w2,
+            w13_bias=biases[0],
+            w2_bias=biases[1],
             backend=self.options.moe_backend,
-            device=w13.device,
-            dtype=w13.dtype,
+            device=w13.packed.device,
+            dtype=dtype,
         )
         self._adopt(layer, experts, activation)
         layer._already_called_process_weights_after_loading = True
-        self.report.add(self.prefix, q2.shape[0], before, q13.nbytes + q2.nbytes)
+        self.report.add(self.prefix, w2.shape[0], before, w13.nbytes + w2.nbytes)
+        rank, ranks = compat.world_rank_and_size()
         if self.report.complete and not self.report.announced:
             self.report.announced = True
-            logger.info("%s, backend %s", self.report.summary(), experts.backend)
+            share = f" on rank 0 of {ranks}" if ranks > 1 else ""
+            logger.log(logging.DEBUG if rank else logging.INFO, "%s%s", self.report.summary(experts.backend), share)
 
     def _adopt(self, layer: Any, experts: PreparedExperts, activation: str) -> None:
         """Register the prepared tensors as the layer's parameters, so that sleep mode, reload and EPLB see them.
@@ -90,8 +90,8 @@ class AtLoadMoEMethod(compat.moe_method_base()):  # type: ignore[misc]
                 replace_parameter(layer, name, torch.empty(0, dtype=torch.uint8))
         call = CallOptions(
             activation=activation,
-            swiglu_alpha=_first_number(getattr(layer, "swiglu_alpha", None), 1.702),
-            swiglu_limit=_first_number(getattr(layer, "swiglu_limit", None), 7.0),
+            swiglu_alpha=_number(getattr(layer, "swiglu_alpha", None), 1.702),
+            swiglu_limit=_number(getattr(layer, "swiglu_limit", None), 7.0),
             apply_router_weight_on_input=bool(layer.apply_router_weight_on_input),
             batch_invariant=self.options.batch_invariant or compat.batch_invariance_requested(),
         )
@@ -111,23 +111,89 @@ class AtLoadMoEMethod(compat.moe_method_base()):  # type: ignore[misc]
         return fused_moe_w4a16_op(x, topk_weights, topk_ids, layer.expert_map, tensors, self.meta)
 
     def apply_monolithic(
-        self,
-        layer: Any,
-        x: torch.Tensor,
-        router_logits: torch.Tensor,
-        input_ids: torch.Tensor | None = None,
+        self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Route and apply, where vLLM leaves routing to the method."""
         topk_weights, topk_ids = compat.select_experts_on_cpu(layer, x, router_logits)
         return self.apply(layer, x, topk_weights, topk_ids)
 
 
-def _first_number(value: float | None, default: float) -> float:
+class AtLoadMoEMethod(_RunsW4A16, compat.online_moe_method_base()):  # type: ignore[misc]
+    """Loads 16-bit experts on the meta device, quantises a layer once its last weight has arrived, and runs it."""
+
+    def __init__(self, layer: Any, prefix: str, scheme: Scheme, options: Options, report: QuantizationReport) -> None:
+        super().__init__(layer.moe_config)
+        self._set_up(prefix, options, report)
+        self.scheme = scheme
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Replace the layer's 16-bit experts by 4-bit ones."""
+        if getattr(layer, "_already_called_process_weights_after_loading", False):
+            return
+        w13, w2 = layer.w13_weight.data, layer.w2_weight.data
+        _, interleaved = moe_activation(layer.activation, self.prefix)
+        if interleaved:
+            w13 = separate_rows(w13)
+        before = w13.nbytes + w2.nbytes
+        q13 = self.scheme.quantize(w13, "w13", name=f"{self.prefix}.w13_weight")
+        q2 = self.scheme.quantize(w2, "w2", name=f"{self.prefix}.w2_weight")
+        self._finish(layer, q13, q2, w13.dtype, before)
+
+
+class PackedMoEMethod(_RunsW4A16, compat.moe_method_base()):  # type: ignore[misc]
+    """Loads experts that a checkpoint holds in 4 bits; each rank takes its part of every projection, exactly."""
+
+    def __init__(
+        self, layer: Any, prefix: str, packed: PackedFormat, options: Options, report: QuantizationReport
+    ) -> None:
+        super().__init__(layer.moe_config)
+        self._set_up(prefix, options, report)
+        self.packed = packed
+        self.loader: PackedExpertsLoader | None = None
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register the parameters the checkpoint's tensors are loaded into."""
+        self.loader = PackedExpertsLoader(
+            layer=layer,
+            prefix=self.prefix,
+            packed=self.packed,
+            num_experts=num_experts,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size_per_partition,
+            gated=bool(self.moe.is_act_and_mul),
+            dtype=params_dtype,
+        )
+        self.loader.create_parameters(bool(self.moe.has_bias), extra_weight_attrs)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Check that every tensor has arrived and put the experts into the kernels' order."""
+        if getattr(layer, "_already_called_process_weights_after_loading", False):
+            return
+        assert self.loader is not None
+        w13, w2 = self.loader.take()
+        before = 2 * (w13.shape.numel() + w2.shape.numel())
+        self._finish(layer, w13, w2, self.loader.dtype, before)
+
+
+def separate_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Rows of [E, 2I, ...] from interleaved (gate, up, gate, up, ...) to all gates, then all ups."""
+    return torch.cat((tensor[:, 0::2], tensor[:, 1::2]), dim=1)
+
+
+def _number(value: float | None, default: float) -> float:
     return default if value is None else float(value)
 
 
 def moe_activation(activation: Any, prefix: str) -> tuple[str, bool]:
-    """vLLM's activation as our name, and whether w13's gate and up rows are interleaved.
+    """vLLM's activation as our name, and whether a 16-bit checkpoint's gate and up rows are interleaved.
 
     Raises ValueError, naming the layer, for an activation the kernels do not compute.
     """

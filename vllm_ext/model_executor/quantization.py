@@ -10,9 +10,11 @@ import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_ext import compat
+from vllm_ext.model_executor.packed_experts import PackedFormat
 from vllm_ext.model_executor.report import QuantizationReport
 from vllm_ext.options import Options, parse_options
 from vllm_ext.quantization import QUANT_METHOD, Scheme
+from vllm_ext.quantization.names import is_ignored
 
 logger = logging.getLogger("vllm.vllm_ext.quantization")
 
@@ -20,14 +22,17 @@ logger = logging.getLogger("vllm.vllm_ext.quantization")
 class W4A16GroupedConfig(QuantizationConfig):
     """Routed experts in 4 bits, everything else in 16.
 
-    `packed` is the scheme stored in a checkpoint, or None when a 16-bit checkpoint is quantised while it loads; then
-    the scheme's options come from `additional_config["vllm_ext"]`.
+    `packed` is how a packed checkpoint stores its experts, or None when a 16-bit checkpoint is quantised while it
+    loads; then the scheme's options come from `additional_config["vllm_ext"]`. `dense` is vLLM's own configuration of a
+    compressed-tensors checkpoint, which says what its attention and dense layers are.
     """
 
-    def __init__(self, packed: Scheme | None = None) -> None:
+    def __init__(self, packed: PackedFormat | None = None, dense: QuantizationConfig | None = None) -> None:
         super().__init__()
         self.packed = packed
+        self.dense = dense
         self.report = QuantizationReport()
+        self.mapper: Any = None
 
     def __repr__(self) -> str:
         return f"W4A16GroupedConfig(packed={self.packed})"
@@ -55,37 +60,60 @@ class W4A16GroupedConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> W4A16GroupedConfig:
         """Read the `quantization_config` of a packed checkpoint. Raises ValueError on unknown keys or values."""
-        return cls(Scheme.from_dict(config))
+        packed = PackedFormat.from_config(config)
+        return cls(packed, compat.compressed_tensors_config(config) if packed.compressed_tensors else None)
 
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, **kwargs: Any) -> str | None:
-        """Refuse, by name, checkpoints that are already quantised by another method."""
+        """Take compressed-tensors W4A16 checkpoints when asked to; refuse, by name, those of other methods."""
         found = hf_quant_cfg.get("quant_method") if isinstance(hf_quant_cfg, Mapping) else None
-        if user_quant == QUANT_METHOD and found and found != QUANT_METHOD:
-            raise ValueError(
-                f"--quantization {QUANT_METHOD}: the checkpoint's config.json says quant_method {found!r}, and only "
-                "BF16 or FP16 checkpoints, or ones packed by `vllm-ext quantize`, can be served in this scheme; "
-                f"drop the flag to serve it with {found!r}, or start from the unquantised checkpoint"
-            )
-        return None
+        if user_quant != QUANT_METHOD or not found or found == QUANT_METHOD:
+            return None
+        if found == "compressed-tensors":
+            PackedFormat.from_config(hf_quant_cfg)
+            return QUANT_METHOD
+        raise ValueError(
+            f"--quantization {QUANT_METHOD}: the checkpoint's config.json says quant_method {found!r}, and only BF16 "
+            "or FP16 checkpoints, ones packed by `vllm-ext quantize`, and 4-bit compressed-tensors ones can be served "
+            f"in this scheme; drop the flag to serve it with {found!r}, or start from the unquantised checkpoint"
+        )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str, **kwargs: Any) -> Any:
         """The method for `layer`: ours for routed experts, vLLM's 16-bit method for everything else."""
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
-        if isinstance(layer, LinearBase):
-            return UnquantizedLinearMethod()
         if not isinstance(layer, compat.routed_experts_class()):
-            return None
+            if self.dense is not None:
+                self.dense.packed_modules_mapping = self.packed_modules_mapping
+                return self.dense.get_quant_method(layer, prefix)
+            return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         options = current_options()
-        scheme = self.packed or Scheme.from_dict(options.scheme)
-        if scheme.ignores(prefix):
+        if self.packed and options.scheme:
+            raise ValueError(
+                f"{QUANT_METHOD}: options {sorted(options.scheme)} are for quantising at load, and this checkpoint is "
+                "packed already; drop them, or pack the 16-bit checkpoint again with `vllm-ext quantize`"
+            )
+        scheme = Scheme.from_dict(options.scheme)
+        if self._is_ignored(prefix, self.packed.ignore if self.packed else scheme.ignore):
             self.report.ignored.add(prefix)
             return None
-        from vllm_ext.model_executor.moe_method import AtLoadMoEMethod
+        from vllm_ext.model_executor.moe_method import AtLoadMoEMethod, PackedMoEMethod
 
         self.report.expected.add(prefix)
+        if self.packed:
+            return PackedMoEMethod(layer, prefix, self.packed, options, self.report)
         return AtLoadMoEMethod(layer, prefix, scheme, options, self.report)
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Called by vLLM for models whose modules it names differently from the checkpoint."""
+        self.mapper = hf_to_vllm_mapper
+        if self.dense is not None:
+            self.dense.apply_vllm_mapper(hf_to_vllm_mapper)
+
+    def _is_ignored(self, prefix: str, patterns: tuple[str, ...]) -> bool:
+        """Whether a pattern matches, written in vLLM's names or in the checkpoint's."""
+        renamed = self.mapper.apply_list(list(patterns)) if self.mapper is not None else ()
+        return is_ignored(prefix, (*patterns, *renamed))
 
     def check_loaded(self, model: torch.nn.Module) -> None:
         """Raise ValueError unless every routed expert of a freshly loaded model is in 4 bits."""

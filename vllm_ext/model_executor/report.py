@@ -29,12 +29,13 @@ class QuantizationReport:
         """Layers that were announced and never quantised."""
         return sorted(self.expected - set(self.done))
 
-    def summary(self) -> str:
+    def summary(self, backend: str) -> str:
         """One line: layers, experts, bytes before and after."""
         experts = sum(row[0] for row in self.done.values())
         before = sum(row[1] for row in self.done.values())
         after = sum(row[2] for row in self.done.values())
         return (
             f"w4a16-grouped: {experts} routed experts in {len(self.done)} layers, "
-            f"{before / MIB:.1f} MiB in 16 bits -> {after / MIB:.1f} MiB in 4 bits ({after / max(before, 1):.1%})"
+            f"{before / MIB:.1f} MiB in 16 bits -> {after / MIB:.1f} MiB in 4 bits ({after / max(before, 1):.1%}), "
+            f"backend {backend}"
         )
