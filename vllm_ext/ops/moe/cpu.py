@@ -129,7 +129,8 @@ def apply(
     options: CallOptions,
 ) -> torch.Tensor:
     """[M, H]. With our kernel, or with options.batch_invariant, a row's bits never depend on the other rows. With
-    PyTorch's they do through how many rows an expert gets: from 64 on, a faster product with other rounding serves them.
+    PyTorch's they do, through how many rows an expert gets: 64 or more are served by a faster product that rounds
+    otherwise.
     """
     num_experts = experts.meta.num_experts
     ids = topk_ids if expert_map is None else local_expert_ids(topk_ids, expert_map, num_experts)

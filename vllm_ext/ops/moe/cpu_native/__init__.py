@@ -95,7 +95,12 @@ def _open(path: Path) -> ctypes.CDLL:
     except OSError:
         for runtime in _openmp_runtimes():
             ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+    try:
         return ctypes.CDLL(str(path))
+    except OSError:
+        # Built anew next time: the file may be damaged.
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _openmp_runtimes() -> list[Path]:
