@@ -14,7 +14,6 @@ float zero point are nearly a round trip, the other rows are not.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm_ext.benchmarks.environment import describe_machine
+from vllm_ext.benchmarks.registry import describe_run, write_json
 
 from vllm_ext.quantization import quantize_weight
 
@@ -162,7 +161,7 @@ def measure(model_path: Path, arms: list[Arm], limit: int | None) -> dict[str, A
         "texts": len(sequences),
         "tokens": sum(len(sequence) - 1 for sequence in sequences),
         "rows": rows,
-        "machine": describe_machine(),
+        "machine": describe_run(),
     }
 
 
@@ -200,8 +199,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     arms = [arm for arm in ARMS if args.arms is None or arm.name in args.arms]
     results = measure(args.model, arms, args.limit)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    write_json(args.output, results)
     print(markdown(results))
     print(f"Wrote {args.output}")
     return 0
