@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,6 +110,30 @@ def write_checkpoint(folder: Path, config: dict[str, object], shards: list[Tenso
     (folder / "extra").mkdir()
     (folder / "extra" / "template.jinja").write_text("{{ x }}")
     return folder
+
+
+def forked(action: Callable[[], int]) -> int:
+    """Start `action` in a child process and return its process id; the child ends with the status it returns.
+
+    A fork has torch already imported, which a fresh interpreter would spend seconds on. It uses one thread: the
+    parent's OpenMP threads do not survive a fork.
+    """
+    child = os.fork()
+    if child:
+        return child
+    status = 70
+    try:
+        torch.set_num_threads(1)
+        status = action()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def exit_status(child: int) -> int:
+    """Wait for a child and return its exit status, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.fixture
