@@ -1,0 +1,498 @@
+// The steps of GdnPrefill; see gdn_prefill.h for the order and the formulas.
+#pragma once
+
+namespace vllm_ext {
+
+__aicore__ inline void GdnPrefill::AllocateBuffers() {
+    const int32_t key = shape_.key_dim, value = shape_.value_dim;
+    int32_t at = 0;
+    // Floats of UB, one after another; `Float` hands out the next.
+    const int32_t wide = kChunk * (key > value ? key : value), square = kChunk * kChunk;
+    const int32_t broadcast = square * 2;   // multipliers of the diagonal tiles, spread
+    const int32_t y_size = wide > broadcast ? wide : broadcast;
+    const int32_t half_state = key * value / 2;
+    const int32_t y_floats = y_size > half_state ? y_size : half_state;
+    const int32_t total = key * value + kChunk * (2 * key + value) / 2 + kChunk * value + y_floats + 3 * square +
+                          7 * kSpread + 6 * kChunk + 4 * kSquare;
+    pipe_.InitBuffer(ub_, total * 4);
+    const FloatTile ub = ub_.Get<float>();
+    auto take = [&](int32_t floats) {
+        const FloatTile tile = ub[at];
+        at += floats;
+        return tile;
+    };
+    state_ub_ = take(key * value);
+    key_rows_ = Half(take(kChunk * key / 2));
+    query_rows_ = Half(take(kChunk * key / 2));
+    value_rows_ = Half(take(kChunk * value / 2));
+    x_ = take(kChunk * value);
+    y_ = take(y_floats);
+    decay_ = take(square);
+    a_ = take(square);
+    swap_ = take(square);
+    p_half_ = Half(swap_)[square];   // the other half of swap_ is scratch
+    sum_ = take(kSpread);
+    other_ = take(kSpread);
+    beta_spread_ = take(kSpread);
+    key_norm_ = take(kSpread);
+    query_scale_ = take(kSpread);
+    from_start_ = take(kSpread);
+    minus_beta_ = take(kSpread);
+    gate_ = take(kChunk);
+    beta_compact_ = take(kChunk);
+    gate_columns_ = take(kChunk);
+    norm_columns_ = take(kChunk);
+    norm_scratch_ = take(kChunk);
+    minus_columns_ = take(kChunk);
+    lower_mask_ = take(kSquare);
+    upper_mask_ = take(kSquare);
+    strict_mask_ = take(kSquare);
+    identity_ = take(kSquare);
+
+    const int32_t keys = kChunk * key, values = kChunk * value;
+    pipe_.InitBuffer(l1_, (2 * keys + key * value + 3 * square + 4 * kSquare + 3 * values) * 2);
+    const HalfTile l1 = l1_.Get<half>();
+    at = 0;
+    auto take_l1 = [&](int32_t halves) {
+        const HalfTile tile = l1[at];
+        at += halves;
+        return tile;
+    };
+    keys_ = take_l1(keys);
+    queries_ = take_l1(keys);
+    state_l1_ = take_l1(key * value);
+    negative_a_ = take_l1(square);
+    inverse_ = take_l1(square);
+    p_ = take_l1(square);
+    sums_ = take_l1(4 * kSquare);
+    right_side_ = take_l1(values);
+    new_values_ = take_l1(values);
+    tail_values_ = take_l1(values);
+
+    // L0A: [K; Q], later the transposed tail values or keys; then T, P and the inversion's four tiles.
+    pipe_.InitBuffer(l0a_, (2 * keys + 2 * square + 4 * kSquare) * 2);
+    kq_left_ = l0a_.Get<half>();
+    t_left_ = kq_left_[2 * keys];
+    p_left_ = t_left_[square];
+    small_left_ = p_left_[square];
+    // L0B: the state, later keys or tail values; K^T, later V'; the inversion's tiles, later the right-hand side.
+    const int32_t third = values > 12 * kSquare ? values : 12 * kSquare;
+    pipe_.InitBuffer(l0b_, (key * value + (keys > values ? keys : values) + third) * 2);
+    state_right_ = l0b_.Get<half>();
+    key_right_ = state_right_[key * value];
+    wide_right_ = key_right_[keys > values ? keys : values];
+    // L0C: a place for each product of a chunk.
+    pipe_.InitBuffer(l0c_, (2 * values + 2 * square + 8 * kSquare + 2 * values + key * value) * 4);
+    read_ = l0c_.Get<float>();
+    scores_ = read_[2 * values];
+    merged_ = scores_[2 * square];
+    values_ = merged_[8 * kSquare];
+    attended_ = values_[values];
+    change_ = attended_[values];
+}
+
+// Masks of a diagonal tile, added to exponents or multiplied, and the identity.
+__aicore__ inline void GdnPrefill::FillConstants() {
+    Duplicate(lower_mask_, 0.0f, 4 * kSquare);
+    HA_VECTOR_BARRIER();
+    for (int32_t row = 0; row < kTile; ++row) {
+        const uint64_t all = (1ull << kTile) - 1, below = (1ull << row) - 1, self = 1ull << row;
+        const uint64_t above_bits[2] = {all & ~below & ~self, 0}, not_above_bits[2] = {below | self, 0};
+        const uint64_t below_bits[2] = {below, 0}, self_bits[2] = {self, 0};
+        if (row + 1 < kTile) Duplicate(lower_mask_[row * kTile], kNever, above_bits, 1, 1, 8);
+        Duplicate(upper_mask_[row * kTile], kNever, not_above_bits, 1, 1, 8);
+        if (row > 0) Duplicate(strict_mask_[row * kTile], 1.0f, below_bits, 1, 1, 8);
+        Duplicate(identity_[row * kTile], 1.0f, self_bits, 1, 1, 8);
+    }
+}
+
+__aicore__ inline void GdnPrefill::LoadInputs(int32_t chunk) {
+    const int32_t done = chunk * kChunk, rest = task_.token_count - done;
+    const int32_t tokens = rest < kChunk ? rest : kChunk, key = shape_.key_dim, value = shape_.value_dim;
+    const int64_t token = task_.token_begin + done;
+    const int32_t key_gap = (shape_.key_heads - 1) * key / 16;
+    const int32_t value_gap = (shape_.value_heads * value - task_.column_count) / 16;
+    DataCopy(key_rows_, k_[(token * shape_.key_heads + key_head_) * key], DataCopyParams(tokens, key / 16, key_gap, 0));
+    DataCopy(query_rows_, q_[(token * shape_.key_heads + key_head_) * key], DataCopyParams(tokens, key / 16, key_gap, 0));
+    DataCopy(value_rows_, v_[(token * shape_.value_heads + task_.head) * value + task_.column_begin],
+             DataCopyParams(tokens, task_.column_count / 16, value_gap, 0));
+    const int64_t gate = static_cast<int64_t>(task_.head) * shape_.gate_stride + task_.gate_begin + done;
+    DataCopy(gate_, g_[gate], kChunk);
+    DataCopy(beta_compact_, beta_[gate], kChunk);
+}
+
+__aicore__ inline void GdnPrefill::Chunk(int32_t chunk, bool more) {
+    const int32_t rest = task_.token_count - chunk * kChunk, tokens = rest < kChunk ? rest : kChunk;
+    StageInputs(tokens);
+    ReadProducts();
+    Gates();
+    RowsToNz(x_, value_rows_, kChunk, value_tiles_);
+    if (more) {
+        HA_ORDER(MTE3_MTE2);
+        HA_ORDER(V_MTE2);
+        LoadInputs(chunk + 1);
+    }
+    Decays();
+    KeyKey();
+    DiagonalMultipliers();
+    QueryKey();
+    Solve();
+    NewValues();
+    Output(chunk, tokens);
+    UpdateState();
+}
+
+// K, Q and the state to L1 as operands; rows past the sequence become zero.
+__aicore__ inline void GdnPrefill::StageInputs(int32_t tokens) {
+    HA_ORDER(MTE2_V);
+    if (tokens < kChunk) {
+        const int32_t key = shape_.key_dim, columns = task_.column_count;
+        Duplicate(key_rows_[tokens * key], half(0.0f), (kChunk - tokens) * key);
+        Duplicate(query_rows_[tokens * key], half(0.0f), (kChunk - tokens) * key);
+        Duplicate(value_rows_[tokens * columns], half(0.0f), (kChunk - tokens) * columns);
+        HA_VECTOR_BARRIER();
+    }
+    const int32_t rows = state_.Rows(task_), columns = state_.Columns(task_);
+    HA_ORDER(MTE3_V);
+    Cast(Half(y_), state_ub_, RoundMode::CAST_NONE, rows * columns);
+    HA_ORDER(V_MTE3);
+    HA_ORDER(MTE1_MTE3);
+    RowsToL1(keys_, key_rows_, kChunk, key_tiles_);
+    RowsToL1(queries_, query_rows_, kChunk, key_tiles_);
+    DataCopy(state_l1_, Half(y_), rows * columns);
+}
+
+// [K; Q] S and [K; Q] K^T.
+__aicore__ inline void GdnPrefill::ReadProducts() {
+    HA_ORDER(MTE3_MTE1);
+    HA_ORDER(M_MTE1);
+    LoadLeft(kq_left_, keys_, kChunkTiles, key_tiles_, kChunkTiles);
+    LoadLeft(kq_left_[kChunk * shape_.key_dim], queries_, kChunkTiles, key_tiles_, kChunkTiles);
+    if (shape_.state_v_first) {
+        LoadRightTransposed(state_right_, state_l1_, key_tiles_, value_tiles_);
+    } else {
+        LoadRight(state_right_, state_l1_, key_tiles_, value_tiles_);
+    }
+    LoadColumnsTransposed(key_right_, keys_, key_tiles_);
+    HA_ORDER(MTE1_M);
+    HA_ORDER(V_M);
+    MultiplyLower(scores_, kq_left_, key_right_, key_tiles_);
+    MultiplyLower(scores_[kChunk * kChunk], kq_left_[kChunk * shape_.key_dim], key_right_, key_tiles_);
+    Multiply(read_, kq_left_, state_right_, 2 * kChunkTiles, value_tiles_, key_tiles_);
+}
+
+// Spread vectors of the chunk's gates and steps:
+//   sum G, from_start exp(G), minus_beta -beta/|k|, key_norm 1/|k|, query_scale s/|q|, and G and 1/|k| a float each.
+__aicore__ inline void GdnPrefill::Gates() {
+    Maxs(gate_, gate_, kLowestGate, kChunk);
+    HA_VECTOR_BARRIER();
+    Spread(other_, gate_, kChunk);
+    Spread(beta_spread_, beta_compact_, kChunk);
+    // Doubling: after step s every row holds the sum of the last 2 s gates; the two buffers swap roles.
+    FloatTile from = other_, to = sum_;
+    for (int32_t step = 1; step < kChunk; step *= 2) {
+        HA_VECTOR_BARRIER();
+        Adds(to, from, 0.0f, step * 8);
+        Add(to[step * 8], from[step * 8], from, (kChunk - step) * 8);
+        const FloatTile last = from;
+        from = to;
+        to = last;
+    }
+    // Six steps: the sum ends where it began, in other_.
+    HA_VECTOR_BARRIER();
+    WholeReduceSum(gate_columns_, other_, 1, kChunk, 1, 1, 1);
+    Exp(from_start_, other_, kSpread);
+    Muls(minus_beta_, beta_spread_, -1.0f, kSpread);
+    Muls(minus_columns_, beta_compact_, -1.0f, kChunk);
+    if (shape_.normalise) {
+        InverseNorm(key_norm_, norm_columns_, key_rows_);
+        InverseNorm(query_scale_, norm_scratch_, query_rows_);
+        HA_VECTOR_BARRIER();
+        Muls(query_scale_, query_scale_, shape_.scale, kSpread);
+        Mul(minus_beta_, minus_beta_, key_norm_, kSpread);
+        Mul(minus_columns_, minus_columns_, norm_columns_, kChunk);
+    } else {
+        Duplicate(query_scale_, shape_.scale, kSpread);
+    }
+    HA_VECTOR_BARRIER();
+}
+
+// 1 / sqrt(sum of squares + 1e-6) of each row; the unit's estimate is refined by two Newton steps.
+__aicore__ inline void GdnPrefill::InverseNorm(const FloatTile& spread, const FloatTile& compact, const HalfTile& rows) {
+    const int32_t key = shape_.key_dim;
+    const FloatTile wide = y_, partial = swap_, sums = swap_[kChunk];
+    HA_ORDER(MTE3_V);
+    Cast(wide, rows, RoundMode::CAST_NONE, kChunk * key);
+    HA_VECTOR_BARRIER();
+    Mul(wide, wide, wide, kChunk * key);
+    HA_VECTOR_BARRIER();
+    WholeReduceSum(sums, wide, kFloatMask, kChunk, 1, 1, key / 8);
+    if (key > kFloatMask) {
+        WholeReduceSum(partial, wide[kFloatMask], kFloatMask, kChunk, 1, 1, key / 8);
+        HA_VECTOR_BARRIER();
+        Add(sums, sums, partial, kChunk);
+    }
+    HA_VECTOR_BARRIER();
+    Adds(sums, sums, 1.0e-6f, kChunk);
+    HA_VECTOR_BARRIER();
+    Rsqrt(compact, sums, kChunk);
+    Muls(sums, sums, -0.5f, kChunk);
+    for (int32_t step = 0; step < 2; ++step) {
+        HA_VECTOR_BARRIER();
+        Mul(partial, compact, compact, kChunk);
+        HA_VECTOR_BARRIER();
+        Mul(partial, partial, sums, kChunk);
+        HA_VECTOR_BARRIER();
+        Adds(partial, partial, 1.5f, kChunk);
+        HA_VECTOR_BARRIER();
+        Mul(compact, compact, partial, kChunk);
+    }
+    HA_VECTOR_BARRIER();
+    Spread(spread, compact, kChunk);
+}
+
+// decay_ij = exp(G_i - G_j) (times 1/|k_j|) for j <= i, tiles on and below the diagonal only.
+__aicore__ inline void GdnPrefill::Decays() {
+    for (int32_t strip = 0; strip < kChunkTiles; ++strip) {
+        const int32_t rows = kChunk - strip * kTile;
+        for (int32_t side = 0; side < 2; ++side) {
+            Sub(decay_[LowerAt(strip) + side * 8], other_[strip * kTile * 8], gate_columns_[strip * kTile + side * 8], kFloatMask,
+                rows / 8, BinaryRepeatParams(2, 1, 0, 16, 8, 0));
+        }
+    }
+    HA_VECTOR_BARRIER();
+    for (int32_t strip = 0; strip < kChunkTiles; ++strip)
+        Add(decay_[LowerAt(strip)], decay_[LowerAt(strip)], lower_mask_, kSquare);
+    HA_VECTOR_BARRIER();
+    for (int32_t strip = 0; strip < kChunkTiles; ++strip)
+        Exp(decay_[LowerAt(strip)], decay_[LowerAt(strip)], LowerCount(strip));
+    if (shape_.normalise) {
+        HA_VECTOR_BARRIER();
+        for (int32_t strip = 0; strip < kChunkTiles; ++strip) {
+            for (int32_t side = 0; side < 2; ++side) {
+                const int32_t at = LowerAt(strip) + side * 8;
+                Mul(decay_[at], decay_[at], norm_columns_[strip * kTile + side * 8], kFloatMask, (kChunk - strip * kTile) / 8,
+                    BinaryRepeatParams(2, 2, 0, 16, 16, 0));
+            }
+        }
+    }
+}
+
+// a_ = k_i.k_j as it left the cube, for the diagonal tiles; then -A below them, as an operand.
+__aicore__ inline void GdnPrefill::KeyKey() {
+    HA_ORDER(M_V);
+    DrainLower(a_, scores_);
+}
+
+// -A_rj of the diagonal tiles by columns: the products of keys are symmetric, so the tile is read as its transpose.
+__aicore__ inline void GdnPrefill::DiagonalMultipliers() {
+    // [j, tile, r]: a row of the transposed tiles is a column of A.
+    constexpr int32_t row_blocks = kChunkTiles * 2;
+    const FloatTile columns = swap_;
+    for (int32_t tile = 0; tile < kChunkTiles; ++tile) {
+        for (int32_t side = 0; side < 2; ++side) {
+            Sub(columns[tile * kTile + side * 8], gate_columns_[tile * kTile + side * 8], other_[tile * kTile * 8], kFloatMask, 2,
+                BinaryRepeatParams(row_blocks, 0, 1, 8 * row_blocks, 0, 8));
+        }
+    }
+    HA_VECTOR_BARRIER();
+    for (int32_t tile = 0; tile < kChunkTiles; ++tile) {
+        for (int32_t side = 0; side < 2; ++side) {
+            const int32_t at = tile * kTile + side * 8;
+            Add(columns[at], columns[at], upper_mask_[side * 8], kFloatMask, 2,
+                BinaryRepeatParams(row_blocks, row_blocks, 2, 8 * row_blocks, 8 * row_blocks, 16));
+        }
+    }
+    HA_VECTOR_BARRIER();
+    Exp(columns, columns, kChunk * kTile);
+    HA_VECTOR_BARRIER();
+    for (int32_t tile = 0; tile < kChunkTiles; ++tile) {
+        for (int32_t side = 0; side < 2; ++side) {
+            const int32_t at = tile * kTile + side * 8;
+            Mul(columns[at], columns[at], a_[LowerAt(tile) + side * 8], kFloatMask, 2,
+                BinaryRepeatParams(row_blocks, row_blocks, 2, 8 * row_blocks, 8 * row_blocks, 16));
+        }
+    }
+    HA_VECTOR_BARRIER();
+    for (int32_t tile = 0; tile < kChunkTiles; ++tile) {
+        for (int32_t side = 0; side < 2; ++side) {
+            const int32_t at = tile * kTile + side * 8;
+            Mul(columns[at], columns[at], minus_columns_[at], kFloatMask, 2,
+                BinaryRepeatParams(row_blocks, row_blocks, 0, 8 * row_blocks, 8 * row_blocks, 0));
+        }
+    }
+    if (shape_.normalise) {
+        HA_VECTOR_BARRIER();
+        for (int32_t tile = 0; tile < kChunkTiles; ++tile) {
+            for (int32_t side = 0; side < 2; ++side) {
+                const int32_t at = tile * kTile + side * 8;
+                Mul(columns[at], columns[at], key_norm_[tile * kTile * 8], kFloatMask, 2,
+                    BinaryRepeatParams(row_blocks, row_blocks, 1, 8 * row_blocks, 8 * row_blocks, 8));
+            }
+        }
+    }
+    HA_VECTOR_BARRIER();
+    HA_ORDER(MTE3_V);
+    Spread(y_, columns, kChunk * kTile);
+    // -A below the diagonal tiles.
+    for (int32_t strip = 0; strip + 1 < kChunkTiles; ++strip) {
+        const int32_t at = LowerAt(strip) + kSquare;
+        Mul(a_[at], a_[at], decay_[at], LowerCount(strip) - kSquare);
+    }
+    HA_VECTOR_BARRIER();
+    for (int32_t strip = 0; strip + 1 < kChunkTiles; ++strip) {
+        for (int32_t side = 0; side < 2; ++side) {
+            const int32_t at = LowerAt(strip) + kSquare + side * 8;
+            Mul(a_[at], a_[at], minus_beta_[(strip + 1) * kTile * 8], kFloatMask, (kChunk - (strip + 1) * kTile) / 8,
+                BinaryRepeatParams(2, 2, 1, 16, 16, 8));
+        }
+    }
+    HA_VECTOR_BARRIER();
+    for (int32_t strip = 0; strip + 1 < kChunkTiles; ++strip) {
+        const int32_t at = LowerAt(strip) + kSquare;
+        Cast(Half(swap_)[at], a_[at], RoundMode::CAST_NONE, LowerCount(strip) - kSquare);
+    }
+    HA_ORDER(V_MTE3);
+    for (int32_t strip = 0; strip + 1 < kChunkTiles; ++strip) {
+        const int32_t at = LowerAt(strip) + kSquare;
+        DataCopy(negative_a_[at], Half(swap_)[at], LowerCount(strip) - kSquare);
+    }
+}
+
+// P = s lower(exp(G_i - G_j) q_i.k_j), rounded, to L1.
+__aicore__ inline void GdnPrefill::QueryKey() {
+    DrainLower(a_, scores_[kChunk * kChunk]);
+    HA_VECTOR_BARRIER();
+    for (int32_t strip = 0; strip < kChunkTiles; ++strip)
+        Mul(decay_[LowerAt(strip)], decay_[LowerAt(strip)], a_[LowerAt(strip)], LowerCount(strip));
+    HA_VECTOR_BARRIER();
+    for (int32_t strip = 0; strip < kChunkTiles; ++strip) {
+        for (int32_t side = 0; side < 2; ++side) {
+            const int32_t at = LowerAt(strip) + side * 8;
+            Mul(decay_[at], decay_[at], query_scale_[strip * kTile * 8], kFloatMask, (kChunk - strip * kTile) / 8,
+                BinaryRepeatParams(2, 2, 1, 16, 16, 8));
+        }
+    }
+    HA_VECTOR_BARRIER();
+    for (int32_t strip = 0; strip < kChunkTiles; ++strip)
+        Cast(p_half_[LowerAt(strip)], decay_[LowerAt(strip)], RoundMode::CAST_NONE, LowerCount(strip));
+    HA_ORDER(V_MTE3);
+    for (int32_t strip = 0; strip < kChunkTiles; ++strip)
+        DataCopy(p_[LowerAt(strip)], p_half_[LowerAt(strip)], LowerCount(strip));
+}
+
+__aicore__ inline void GdnPrefill::Solve() {
+    InverseBuffers b;
+    b.multipliers = y_;
+    b.diagonal = a_;
+    b.staging = Half(a_[kChunk * kTile]);
+    b.negative = negative_a_;
+    b.inverse = inverse_;
+    b.sums = sums_;
+    b.left = small_left_;
+    b.right = wide_right_;
+    b.product = merged_;
+    for (int32_t tile = 0; tile < kChunkTiles; ++tile) Adds(b.diagonal[tile * kSquare], identity_, 0.0f, kSquare);
+    SubstituteDiagonal(b);
+    PlaceDiagonal(b);
+    for (int32_t row = 1; row < kChunkTiles; ++row) MergeRow(b, row);
+}
+
+// V' = T (beta V - beta exp(G) K S); then V' and exp(G_last - G) V' (over |k|) as operands.
+__aicore__ inline void GdnPrefill::NewValues() {
+    const int32_t columns = task_.column_count;
+    Drain(y_, read_, 0, kChunkTiles, 2 * kChunkTiles, value_tiles_);
+    ScaleRows(x_, x_, beta_spread_, kChunk, value_tiles_);
+    Mul(minus_beta_, minus_beta_, from_start_, kSpread);
+    HA_VECTOR_BARRIER();
+    ScaleRows(y_, y_, minus_beta_, kChunk, value_tiles_);
+    HA_VECTOR_BARRIER();
+    Add(x_, x_, y_, kChunk * columns);
+    HA_VECTOR_BARRIER();
+    Cast(Half(y_), x_, RoundMode::CAST_NONE, kChunk * columns);
+    HA_ORDER(V_MTE3);
+    DataCopy(right_side_, Half(y_), kChunk * columns);
+    HA_ORDER(MTE3_MTE1);
+    LoadLower(t_left_, inverse_);
+    LoadRight(wide_right_, right_side_, kChunkTiles, value_tiles_);
+    HA_ORDER(MTE1_M);
+    LowerTimes(values_, t_left_, wide_right_, value_tiles_);
+    // exp(G_last - G), into sum_.
+    Sub(sum_, other_[(kChunk - 1) * 8], other_, kFloatMask, kChunk / 8, BinaryRepeatParams(1, 0, 1, 8, 0, 8));
+    HA_VECTOR_BARRIER();
+    Exp(sum_, sum_, kSpread);
+    if (shape_.normalise) {
+        HA_VECTOR_BARRIER();
+        Mul(sum_, sum_, key_norm_, kSpread);
+    }
+    HA_ORDER(M_V);
+    DrainRows(x_, values_, value_tiles_);
+    HA_VECTOR_BARRIER();
+    HA_ORDER(MTE3_V);
+    Cast(Half(y_), x_, RoundMode::CAST_NONE, kChunk * columns);
+    ScaleRows(x_, x_, sum_, kChunk, value_tiles_);
+    HA_VECTOR_BARRIER();
+    Cast(Half(y_)[kChunk * columns], x_, RoundMode::CAST_NONE, kChunk * columns);
+    HA_ORDER(V_MTE3);
+    DataCopy(new_values_, Half(y_), kChunk * columns);
+    DataCopy(tail_values_, Half(y_)[kChunk * columns], kChunk * columns);
+}
+
+// O = s exp(G) Q S + P V'.
+__aicore__ inline void GdnPrefill::Output(int32_t chunk, int32_t tokens) {
+    const int32_t columns = task_.column_count;
+    HA_ORDER(MTE3_MTE1);
+    LoadLower(p_left_, p_);
+    LoadRight(key_right_, new_values_, kChunkTiles, value_tiles_);
+    HA_ORDER(MTE1_M);
+    LowerTimes(attended_, p_left_, key_right_, value_tiles_);
+    Mul(from_start_, from_start_, query_scale_, kSpread);
+    HA_ORDER(MTE3_V);
+    Drain(y_, read_, kChunkTiles, kChunkTiles, 2 * kChunkTiles, value_tiles_);
+    HA_VECTOR_BARRIER();
+    ScaleRows(y_, y_, from_start_, kChunk, value_tiles_);
+    HA_ORDER(M_V);
+    DrainRows(x_, attended_, value_tiles_);
+    HA_VECTOR_BARRIER();
+    Add(x_, x_, y_, kChunk * columns);
+    HA_VECTOR_BARRIER();
+    NzToRows(Half(y_), x_, kChunk, value_tiles_);
+    HA_ORDER(V_MTE3);
+    const int64_t token = task_.token_begin + chunk * kChunk;
+    DataCopy(out_[(token * shape_.value_heads + task_.head) * shape_.value_dim + task_.column_begin], Half(y_),
+             DataCopyParams(tokens, columns / 16, 0, (shape_.value_heads * shape_.value_dim - columns) / 16));
+}
+
+// S = exp(G_last) S + V''^T K, in place, half of the strips at a time.
+__aicore__ inline void GdnPrefill::UpdateState() {
+    const int32_t rows = state_.Rows(task_) / kTile, strips = state_.Columns(task_) / kTile;
+    if (shape_.state_v_first) {
+        LoadLeftTransposed(kq_left_, tail_values_, value_tiles_, kChunkTiles);
+        LoadRight(state_right_, keys_, kChunkTiles, key_tiles_);
+    } else {
+        LoadLeftTransposed(kq_left_, keys_, key_tiles_, kChunkTiles);
+        LoadRight(state_right_, tail_values_, kChunkTiles, value_tiles_);
+    }
+    HA_ORDER(MTE1_M);
+    Multiply(change_, kq_left_, state_right_, rows, strips, kChunkTiles);
+    const int32_t step = strips / 2, floats = step * rows * kSquare;
+    for (int32_t part = 0; part < 2; ++part) {
+        const FloatTile state = state_ub_[part * floats];
+        // from_start_ has been scaled for the output: exp(G_last) comes from G again.
+        if (part == 0) {
+            HA_VECTOR_BARRIER();
+            Exp(from_start_, other_[(kChunk - 1) * 8], 8);
+        }
+        HA_VECTOR_BARRIER();
+        for (int32_t strip = 0; strip < step; ++strip)
+            Mul(state[strip * rows * kSquare], state[strip * rows * kSquare], from_start_, kFloatMask, rows * kSquare / kFloatMask,
+                BinaryRepeatParams(1, 1, 0, 8, 8, 0));
+        if (part == 0) HA_ORDER(M_V);
+        Drain(x_, change_[part * floats], 0, step * rows, step * rows, 1);
+        HA_VECTOR_BARRIER();
+        Add(state, state, x_, floats);
+    }
+    HA_VECTOR_BARRIER();
+}
+
+}  // namespace vllm_ext

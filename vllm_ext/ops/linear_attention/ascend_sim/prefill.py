@@ -1,0 +1,146 @@
+"""Lay a call out for the prefill kernels and launch them on the simulator."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import torch
+
+from vllm_ext.ha_npu.chips import load_chip
+from vllm_ext.ops.linear_attention.ascend_sim.session import Counters, Session
+from vllm_ext.ops.linear_attention.problem import Call
+
+CHUNK = 64
+_TASK_FIELDS = 8
+
+
+@dataclass(frozen=True)
+class Task:
+    """Value columns [column_begin, column_begin + column_count) of one value head of one sequence, on one core."""
+
+    token_begin: int
+    token_count: int
+    sequence: int
+    head: int
+    column_begin: int
+    column_count: int
+    gate_begin: int
+
+
+def make_tasks(bounds: list[int], num_value_heads: int, value_dim: int, cores: int) -> list[list[Task]]:
+    """Each core's tasks: whole heads while there are enough for all cores, then heads split by value columns.
+
+    The heads left over after the last full round are split in two (each half on its own core) as long as cores are idle.
+    """
+    units: list[Task] = []
+    gate_begin = 0
+    for sequence, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        units += [Task(begin, end - begin, sequence, head, 0, value_dim, gate_begin) for head in range(num_value_heads)]
+        gate_begin += -(-(end - begin) // CHUNK) * CHUNK
+    units.sort(key=lambda unit: -unit.token_count)
+    rest = len(units) % cores
+    whole, tail = units[: len(units) - rest], units[len(units) - rest :]
+    splits = min(rest, cores - rest) if value_dim >= 64 else 0
+    parts: list[Task] = []
+    for index, unit in enumerate(tail):
+        if index < splits:
+            half = value_dim // 2
+            parts += [_columns(unit, 0, half), _columns(unit, half, half)]
+        else:
+            parts.append(unit)
+    blocks: list[list[Task]] = [[] for _ in range(min(cores, max(1, len(units) if not splits else cores)))]
+    for index, unit in enumerate([*whole, *parts]):
+        blocks[index % len(blocks)].append(unit)
+    return [block for block in blocks if block] or [[]]
+
+
+def _columns(unit: Task, begin: int, count: int) -> Task:
+    return Task(
+        unit.token_begin, unit.token_count, unit.sequence, unit.head, begin, count, unit.gate_begin
+    )
+
+
+@dataclass(frozen=True)
+class Result:
+    """o [B, T, HV, V] FP16, the final state in the state dtype or None, and what the simulator counted."""
+
+    o: torch.Tensor
+    final_state: torch.Tensor | None
+    counters: Counters
+
+
+def run_prefill(
+    op: str,
+    call: Call,
+    *,
+    chip: str = "310p1",
+    state_dtype: torch.dtype = torch.float32,
+    blocks: list[list[Task]] | None = None,
+    threads: int | None = None,
+    mutation: tuple[str, str, int] | None = None,
+) -> Result:
+    """Run "gdn" or "kda" prefill. `blocks` replaces the tasks of `make_tasks`.
+
+    Raises SimulatorViolation when the kernel breaks a rule of the chip.
+    """
+    batch, num_tokens, num_heads, key_dim = call.q.shape
+    num_value_heads, value_dim = call.v.shape[2:]
+    bounds = call.sequence_bounds()
+    gates = _padded(call.g.float().reshape(batch * num_tokens, num_value_heads, -1), bounds)
+    beta = _padded(call.beta.float().reshape(batch * num_tokens, num_value_heads, 1), bounds)
+    states = (len(bounds) - 1, num_value_heads, key_dim, value_dim)
+    if call.state_v_first:
+        states = (*states[:2], value_dim, key_dim)
+    initial = None if call.initial_state is None else call.initial_state.to(state_dtype).contiguous()
+    o = torch.full(call.v.shape, float("nan"), dtype=torch.float16)
+    final = torch.full(states, float("nan"), dtype=state_dtype) if call.output_final_state else None
+    if blocks is None:
+        blocks = make_tasks(bounds, num_value_heads, value_dim, load_chip(chip).cores)
+    tasks, block_tasks = _task_table(blocks)
+    shape = _ints(
+        [num_heads, num_value_heads, key_dim, value_dim, gates.shape[1], initial is not None, final is not None]
+        + [state_dtype == torch.float16, call.state_v_first, call.use_qk_l2norm_in_kernel]
+        + [struct.unpack("<i", struct.pack("<f", call.scale))[0], batch * num_tokens]
+    )
+    with Session(chip, threads=threads) as session:
+        if mutation is not None:
+            session.mutate(*mutation)
+        arguments: list[torch.Tensor | None] = []
+        inputs = {"q": call.q, "k": call.k, "v": call.v, "g": gates, "beta": beta, "initial_state": initial}
+        for name, tensor in inputs.items():
+            arguments.append(None if tensor is None else session.register(name, tensor.contiguous(), "in"))
+        for name, output in {"o": o, "final_state": final}.items():
+            arguments.append(None if output is None else session.register(name, output, "out"))
+        session.launch(f"{op}_prefill", len(blocks), [*arguments, tasks, block_tasks, shape])
+        session.check_outputs()
+        return Result(o, final, session.counters())
+
+
+def _padded(values: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+    """[tokens, HV, X] to [HV, padded tokens, X]: each sequence begins at a multiple of a chunk, zeros fill the rest."""
+    lengths = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
+    total = sum(-(-length // CHUNK) * CHUNK for length in lengths)
+    out = values.new_zeros(values.shape[1], max(total, CHUNK), values.shape[2])
+    at = 0
+    for begin, length in zip(bounds, lengths, strict=False):
+        out[:, at : at + length] = values[begin : begin + length].transpose(0, 1)
+        at += -(-length // CHUNK) * CHUNK
+    return out
+
+
+def _task_table(blocks: list[list[Task]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32 [tasks, 8] and the first task of each block, one more at the end."""
+    rows = [
+        [t.token_begin, t.token_count, t.sequence, t.head, t.column_begin, t.column_count, t.gate_begin, 0]
+        for block in blocks
+        for t in block
+    ]
+    starts = [0]
+    for block in blocks:
+        starts.append(starts[-1] + len(block))
+    return _ints(rows or [[0] * _TASK_FIELDS]), _ints(starts)
+
+
+def _ints(values: list) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
