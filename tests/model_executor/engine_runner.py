@@ -1,0 +1,77 @@
+"""Runs vLLM engines one after another in this process and writes what they answered; started by `conftest.run_engines`.
+
+    python engine_runner.py JOBS.json RESULTS.json
+
+A job: {"model": dir, "options": {...LLM arguments}, "prompts": [[token ids]], "max_tokens": n, "before": "name"};
+`before` is a function below, called before the engine starts; what it changes stays changed for the jobs after it.
+A result: {"log_probs": [[prompt log-probabilities]], "tokens": [[...]], "margins": [[gap between the best two
+tokens]]} or {"error": message}.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+def forget_half_as_fast() -> None:
+    """A wrong kernel: for checking that a comparison notices one."""
+    import vllm_ext.model_executor.linear_attention as module
+
+    right = module.chunk_gated_delta_rule
+    module.chunk_gated_delta_rule = lambda q, k, v, g, beta, **options: right(q, k, v, g * 0.5, beta, **options)
+
+
+def refuse_every_call() -> None:
+    """A kernel that refuses its input."""
+    import vllm_ext.model_executor.linear_attention as module
+
+    def refuse(*operands: Any, **options: Any) -> None:
+        raise ValueError("refused for a test")
+
+    module.chunk_gated_delta_rule = refuse
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Start the job's engine, ask it, and let it go."""
+    from vllm import LLM, SamplingParams
+
+    if job.get("before"):
+        globals()[job["before"]]()
+    defaults = {"max_model_len": 1024, "max_num_seqs": 8, "enable_prefix_caching": False, "enforce_eager": True}
+    llm = LLM(model=job["model"], **{**defaults, **job.get("options", {})})
+    sampling = SamplingParams(temperature=0, max_tokens=job.get("max_tokens", 8), prompt_logprobs=0, logprobs=2)
+    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    result: dict[str, Any] = {"log_probs": [], "tokens": [], "margins": []}
+    for output in outputs:
+        pairs = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[1:]
+        result["log_probs"].append([entry[token].logprob for token, entry in pairs])
+        result["tokens"].append(list(output.outputs[0].token_ids))
+        best = [sorted((e.logprob for e in entry.values()), reverse=True) for entry in output.outputs[0].logprobs]
+        result["margins"].append([first - second for first, second, *_ in best])
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()
+    return result
+
+
+def main(jobs_path: str, results_path: str) -> None:
+    """Run every job; a failed one leaves its error. Put jobs meant to fail last: vLLM may not start again after one."""
+    results = []
+    for job in json.loads(Path(jobs_path).read_text()):
+        print(f"engine_runner: {Path(job['model']).name} {job.get('options', {})}", flush=True)
+        try:
+            results.append(run(job))
+        except Exception as error:
+            traceback.print_exc()
+            results.append({"error": f"{type(error).__name__}: {error}"})
+        Path(results_path).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
