@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_ext.ha_npu.lowering import Program
@@ -10,7 +10,7 @@ from vllm_ext.ha_npu.lowering import Program
 
 @dataclass(frozen=True)
 class Lifetime:
-    """An item's first and last step (positions in the order, inclusive). `root` is the item whose place it takes over."""
+    """An item's first and last step, as positions in the order. `root` is the item whose place it takes over."""
 
     item: str
     root: str
@@ -44,7 +44,7 @@ class Allocation:
 
 
 def lifetimes(program: Program, order: Sequence[str]) -> dict[str, Lifetime]:
-    """When each item is in use. Raises ValueError when the order is not a permutation that respects the dependencies."""
+    """When each item is in use. Raises ValueError when the order leaves out a step or breaks a dependency."""
     position = {name: index for index, name in enumerate(order)}
     if len(position) != len(order) or set(position) != set(program.steps):
         raise ValueError("ha_npu: an order must name every step exactly once")
@@ -55,8 +55,8 @@ def lifetimes(program: Program, order: Sequence[str]) -> dict[str, Lifetime]:
     spans: dict[str, list[int]] = {}
     for index, name in enumerate(order):
         step = program.steps[name]
-        for item in (*step.reads, *step.writes):
-            spans.setdefault(item, [index, index])[1] = index
+        for key in (*step.reads, *step.writes):
+            spans.setdefault(key, [index, index])[1] = index
     last = len(order) - 1
     for key, item in program.items.items():
         if item.pinned:
@@ -99,14 +99,22 @@ def allocate(program: Program, order: Sequence[str]) -> Allocation:
     for buffer in occupancy:
         base = program.static_bytes if buffer == "ub" else 0
         roots = [root for root in blocks if program.items[root].buffer == buffer]
-        offsets, top = _first_fit(program, order, buffer, {root: (blocks[root][0], blocks[root][1]) for root in roots})
+        scratch = {
+            f"{buffer}:{name}_workspace": (
+                index,
+                program.chip.buffers[buffer].align(program.steps[name].workspace[buffer]),
+            )
+            for index, name in enumerate(order)
+            if buffer in program.steps[name].workspace
+        }
+        offsets, top = _first_fit(program, {root: (blocks[root][0], blocks[root][1]) for root in roots}, scratch)
         peak[buffer] = base + top
+        for key, (index, size) in scratch.items():
+            placements[key] = Placement(key, buffer, base + offsets[key], size, index, index)
         for key, life in spans.items():
             item = program.items[key]
             if item.buffer == buffer:
-                placements[key] = Placement(
-                    key, buffer, base + offsets[life.root], item.nbytes, life.start, life.end
-                )
+                placements[key] = Placement(key, buffer, base + offsets[life.root], item.nbytes, life.start, life.end)
     return Allocation(placements, peak, {key: max(values) for key, values in occupancy.items()}, occupancy)
 
 
@@ -122,40 +130,36 @@ def _occupancy(program: Program, order: Sequence[str], blocks: Mapping[str, list
     return {key: tuple(values) for key, values in totals.items()}
 
 
-Spans = Mapping[str, tuple[int, int]]
+Job = tuple[str, int, int, int]
+RANKS: tuple[Callable[[Job], tuple[int, int]], ...] = (
+    lambda job: (-job[3], job[1]),
+    lambda job: (job[1], -job[3]),
+    lambda job: (job[1] - job[2], -job[3]),
+    lambda job: (-job[2], -job[3]),
+    lambda job: (-(job[2] - job[1] + 1) * job[3], job[1]),
+)
+"""Orders in which to place (name, start, end, size): largest, earliest, longest, latest-ending, largest area first."""
 
 
-def _first_fit(program: Program, order: Sequence[str], buffer: str, spans: Spans) -> tuple[dict[str, int], int]:
-    """Offsets that keep overlapping lifetimes apart, trying the usual first-fit orders and keeping the lowest peak."""
-    align = program.chip.buffers[buffer].align
-    sizes = {root: align(program.items[root].nbytes) for root in spans}
-    scratch = {
-        f"workspace {index}": (index, index, align(program.steps[name].workspace[buffer]))
-        for index, name in enumerate(order)
-        if buffer in program.steps[name].workspace
-    }
-    jobs = [(root, *spans[root], sizes[root]) for root in spans] + [(key, *value) for key, value in scratch.items()]
-    keys = (
-        lambda job: (-job[3], job[1]),
-        lambda job: (job[1], -job[3]),
-        lambda job: (job[1] - job[2], -job[3]),
-        lambda job: (-job[2], -job[3]),
-        lambda job: (-(job[2] - job[1] + 1) * job[3], job[1]),
-    )
-    best: tuple[dict[str, int], int] | None = None
-    for key in keys:
-        placed: list[tuple[int, int, int, int]] = []
-        offsets: dict[str, int] = {}
-        ranked = sorted(jobs, key=lambda job: (not (job[0] in program.items and program.items[job[0]].pinned), *key(job)))
-        for name, start, end, size in ranked:
-            offset = 0
-            for other, top, first, last in sorted(placed):
-                if first <= end and start <= last and other < offset + size and offset < top:
-                    offset = top
-            placed.append((offset, offset + size, start, end))
-            offsets[name] = offset
-        top = max((entry[1] for entry in placed), default=0)
-        if best is None or top < best[1]:
-            best = (offsets, top)
-    assert best is not None
-    return best
+def _first_fit(
+    program: Program, spans: Mapping[str, tuple[int, int]], scratch: Mapping[str, tuple[int, int]]
+) -> tuple[dict[str, int], int]:
+    """Offsets that keep overlapping lifetimes apart, and the top: the best of first fit in several orders."""
+    jobs: list[Job] = [(root, start, end, program.items[root].nbytes) for root, (start, end) in spans.items()]
+    jobs += [(name, index, index, size) for name, (index, size) in scratch.items()]
+    pinned = {root for root in spans if program.items[root].pinned}
+    results = [_place(sorted(jobs, key=lambda job: (job[0] not in pinned, *rank(job)))) for rank in RANKS]
+    return min(results, key=lambda result: result[1])
+
+
+def _place(jobs: Sequence[Job]) -> tuple[dict[str, int], int]:
+    placed: list[tuple[int, int, int, int]] = []
+    offsets: dict[str, int] = {}
+    for name, start, end, size in jobs:
+        offset = 0
+        for bottom, top, first, last in sorted(placed):
+            if first <= end and start <= last and bottom < offset + size and offset < top:
+                offset = top
+        placed.append((offset, offset + size, start, end))
+        offsets[name] = offset
+    return offsets, max((top for _, top, _, _ in placed), default=0)

@@ -1,13 +1,13 @@
 """Kernels: how a strategy cuts the graph, and the global memory that costs.
 
 A kernel is named by what it writes to global memory. It computes whatever of the graph leads there and is not already
-stored; it reads inputs and earlier kernels' results, once, or once a column tile when they do not run over value columns.
+stored. It reads inputs and earlier kernels' results once, or once a column tile if they do not run over value columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_ext.ha_npu.graph import Graph, Tensor
 from vllm_ext.ha_npu.products import ProductCounts, ProductPolicy, count_products, operator_product_order
@@ -121,11 +121,31 @@ def _closure(graph: Graph, kernel: Kernel, stored: set[str]) -> tuple[tuple[str,
     return tuple(name for name in graph.nodes if name in computed), reads
 
 
-def chunk_gm_bytes(dataflow: Dataflow, tokens: int | None = None) -> int:
-    """Global-memory bytes of a chunk of a head."""
-    return sum(
-        sum(traffic.reads.values()) + sum(traffic.writes.values()) for traffic in kernel_traffic(dataflow, tokens)
-    )
+def kernel_graph(dataflow: Dataflow, traffic: KernelTraffic) -> Graph:
+    """One column tile of one kernel as a graph of its own: what it reads are inputs, what it stores are outputs."""
+    graph = dataflow.graph.split(traffic.kernel.column_tiles)
+    state = {graph.state_in.name, graph.state_out.name} if traffic.recurrent else set()
+    tensors: dict[str, Tensor] = {}
+    for name in traffic.computed:
+        for used in (name, *graph.nodes[name].inputs):
+            tensor = graph.tensors[used]
+            role = tensor.role if used in state else "temp"
+            if used in traffic.reads:
+                role = "input"
+            elif used in traffic.writes and used not in state:
+                role = "output"
+            dtype = "fp16" if tensor.role == "state_in" and used in traffic.reads else tensor.dtype
+            tensors[used] = replace(tensor, role=role, dtype=dtype)
+    nodes = {name: graph.nodes[name] for name in traffic.computed}
+    return Graph(graph.op, tensors, nodes, graph.chunk_size, graph.head_dim)
+
+
+def chunk_gm_bytes(dataflow: Dataflow, tokens: int | None = None) -> dict[str, int]:
+    """Global-memory bytes of a chunk of a head, by kernel."""
+    return {
+        traffic.kernel.name: sum(traffic.reads.values()) + sum(traffic.writes.values())
+        for traffic in kernel_traffic(dataflow, tokens)
+    }
 
 
 def head_state_bytes(dataflow: Dataflow) -> int:

@@ -60,7 +60,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Node:
-    """One operation. `operator` is the paper's number of it, 1 to 6; `phase` splits operator 5 in "read" and "update"."""
+    """One operation. `operator` is the paper's number, 1 to 6; `phase` splits operator 5 into "read" and "update"."""
 
     name: str
     kind: str
@@ -133,6 +133,11 @@ class Graph:
     @property
     def state_out(self) -> Tensor:
         return self.by_role("state_out")[0]
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether the graph carries a state; that of a single kernel may not."""
+        return bool(self.by_role("state_out"))
 
     def matmul_shape(self, node: Node) -> tuple[int, int, int]:
         """(M, N, K) of a matrix product."""

@@ -49,7 +49,7 @@ class TileMachine:
 
 @dataclass(frozen=True)
 class InversionResult:
-    """The inverse [C, C], matrix products of 16x16x16, fractals from L1 to L0, and tiles inverted on the vector unit."""
+    """The inverse [C, C], products of 16x16x16, fractals from L1 to L0, and tiles done on the vector unit."""
 
     inverse: np.ndarray
     products: int

@@ -122,7 +122,7 @@ def assignment_cost(
     """Cost of a chunk, and the transforms it takes, when every vector step's layout is given."""
     layouts = _Layouts.of(graph, costs)
     made = {tensor.name: DENSE for tensor in graph.by_role("input")}
-    made[graph.state_in.name] = state_in
+    made |= {tensor.name: state_in for tensor in graph.by_role("state_in")}
     total = 0.0
     transforms: dict[tuple[str, str], None] = {}
     for node in layouts.nodes:
@@ -134,7 +134,7 @@ def assignment_cost(
         if not graph.tensors[node.name].is_vector:
             made[node.name] = layout
     for tensor in graph.by_role("output"):
-        if made[tensor.name] != DENSE:
+        if not tensor.is_vector and made[tensor.name] != DENSE:
             transforms[(tensor.name, DENSE)] = None
     return total + sum(layouts.transform_cost(name) for name, _ in transforms), tuple(transforms)
 
@@ -213,7 +213,9 @@ def plan_layouts(graph: Graph, chunks: int, costs: LayoutCosts | None = None) ->
     costs = costs or LayoutCosts()
     choices = {(p, s): chunk_choice(graph, costs, p, s) for p in LAYOUTS for s in LAYOUTS}
     edge = _Layouts.of(graph, costs).transform_cost(graph.state_in.name)
-    total, states = state_programme({pair: cost for pair, (cost, _) in choices.items()}, chunks, {DENSE: 0.0, BLOCKED: edge})
+    total, states = state_programme(
+        {pair: cost for pair, (cost, _) in choices.items()}, chunks, {DENSE: 0.0, BLOCKED: edge}
+    )
     # Long runs settle on one layout of the state; the middle of the run is the steady state.
     middle = len(states) // 2
     pair = (states[max(middle - 1, 0)], states[middle]) if chunks else (states[0], states[0])

@@ -35,6 +35,7 @@ class Step:
 
     unit        "load" (from global memory), "fetch" (L1 to UB), "stage" (UB to L1), "matrix", "drain" (L0C to UB),
                 "vector", "solve" or "store"
+    after       steps it follows for the sake of row vectors, which have a place of their own and are no items
     in_place    whether the result may take the place of an input that nobody reads afterwards
     workspace   bytes needed during the step only, by buffer
     """
@@ -46,6 +47,7 @@ class Step:
     phase: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+    after: tuple[str, ...] = ()
     in_place: bool = False
     workspace: Mapping[str, int] = field(default_factory=dict)
 
@@ -70,13 +72,11 @@ class Program:
         writer = {item: step.name for step in self.steps.values() for item in step.writes if not self._is_update(step)}
         deps: dict[str, set[str]] = {}
         for step in self.steps.values():
-            deps[step.name] = {writer[item] for item in step.reads if item in writer}
+            deps[step.name] = {writer[item] for item in step.reads if item in writer} | set(step.after)
         for update in (step for step in self.steps.values() if self._is_update(step)):
             overwritten = set(update.writes)
             deps[update.name] |= {
-                step.name
-                for step in self.steps.values()
-                if step.name != update.name and overwritten & set(step.reads)
+                step.name for step in self.steps.values() if step.name != update.name and overwritten & set(step.reads)
             }
         for earlier, later in zip(self.product_order, self.product_order[1:], strict=False):
             deps[later].add(earlier)
@@ -93,8 +93,8 @@ class Program:
 
 
 class _Lowering:
-    def __init__(self, graph: Graph, chip: Chip, state_in_place: bool) -> None:
-        self.graph, self.chip, self.state_in_place = graph, chip, state_in_place
+    def __init__(self, graph: Graph, chip: Chip, state_in_place: bool, staging_depth: int) -> None:
+        self.graph, self.chip, self.state_in_place, self.staging_depth = graph, chip, state_in_place, staging_depth
         self.items: dict[str, Item] = {}
         self.steps: dict[str, Step] = {}
 
@@ -108,7 +108,13 @@ class _Lowering:
         name = tensor if unit in ("vector", "matrix", "solve") else f"{unit} {tensor}"
         node = self.graph.nodes.get(tensor)
         operator, phase = (node.operator, node.phase) if node else (0, "")
-        self.steps[name] = Step(name, unit, tensor, operator, phase, tuple(reads), tuple(writes), **extra)  # type: ignore[arg-type]
+        after = self.vector_sources(node) if node and unit in ("vector", "matrix", "solve") else ()
+        self.steps[name] = Step(name, unit, tensor, operator, phase, tuple(reads), tuple(writes), after, **extra)  # type: ignore[arg-type]
+
+    def vector_sources(self, node: Node) -> tuple[str, ...]:
+        """The steps that make the row vectors a node reads."""
+        vectors = [name for name in node.inputs if self.graph.tensors[name].is_vector]
+        return tuple(name if name in self.graph.nodes else f"load {name}" for name in vectors)
 
     def users(self, name: str) -> tuple[list[Node], list[Node]]:
         """(matrix, other) nodes that read a tensor."""
@@ -171,12 +177,12 @@ class _Lowering:
             self.step("stage", node.name, [f"ub:{node.name}"], [self.item("l1", tensor)])
 
     def static(self) -> dict[str, int]:
-        """What every chunk keeps in UB: a double-buffered FP16 tile, the row vectors, one broadcast of a vector to blocks."""
+        """What UB holds throughout: the queue of FP16 tiles, the row vectors, a vector broadcast to blocks."""
         c = self.graph.chunk_size
         vectors = [tensor for tensor in self.graph.tensors.values() if tensor.is_vector]
         align = VECTOR_REPEAT_BYTES
         sizes = {
-            "staging": STAGING_DEPTH * max(t.rows * t.cols * FP16 for t in self.graph.by_role("input")),
+            "staging": self.staging_depth * c * self.graph.head_dim * FP16,
             "row_vectors": sum(-(-t.elements * FP32 // align) * align for t in vectors),
         }
         if any(node.kind == "row_scale" for node in self.graph.nodes.values()):
@@ -186,18 +192,24 @@ class _Lowering:
     def run(self) -> Program:
         for tensor in self.graph.by_role("input"):
             self.lower_input(tensor)
-        self.lower_state(self.graph.state_in)
+        for tensor in self.graph.by_role("state_in"):
+            self.lower_state(tensor)
         for node in self.graph.nodes.values():
             self.lower_node(node)
         for tensor in self.graph.by_role("output"):
-            self.step("store", tensor.name, [f"ub:{tensor.name}"], [])
+            name = f"store {tensor.name}"
+            if tensor.is_vector:
+                self.steps[name] = Step(name, "store", tensor.name, 0, "", (), (), after=(tensor.name,))
+            else:
+                self.step("store", tensor.name, [f"ub:{tensor.name}"], [])
         return Program(self.graph, self.chip, self.items, self.steps, self.static())
 
 
-def lower(graph: Graph, chip: Chip, *, state_in_place: bool = True) -> Program:
+def lower(graph: Graph, chip: Chip, *, state_in_place: bool = True, staging_depth: int = STAGING_DEPTH) -> Program:
     """The steps of one chunk on one core of `chip`.
 
     With `state_in_place` the new state overwrites the old one, after its last reader (paper, section 5, chunk-first).
     Without, the two states swap places from chunk to chunk, so that both keep a place of their own throughout.
+    `staging_depth` is the number of FP16 tiles in the staging queue; 2 lets a copy run beside the next tile's cast.
     """
-    return _Lowering(graph, chip, state_in_place).run()
+    return _Lowering(graph, chip, state_in_place, staging_depth).run()

@@ -1,7 +1,7 @@
 """Heads to cores in three tiers (paper, section 4): whole heads, heads cut by columns of the state, chunk-head-chunk.
 
 Whole heads go longest first to the core that is free first. A tail of heads that would leave cores idle is cut by
-columns, which needs no reduction, and the last of them may fall back to chunk-head-chunk, which needs all cores at once.
+columns, which needs no reduction; the last of them may fall back to chunk-head-chunk, which needs all cores at once.
 Several tails are tried, whole heads only among them. Of those done within `SLACK` of the first, and no later than whole
 heads alone, the one with the least global-memory traffic is kept.
 """
@@ -21,7 +21,7 @@ SLACK = 1.02
 
 @dataclass(frozen=True)
 class Piece:
-    """Work of one core in [start, end), in cycles. `part` of `parts` for a column part; phases of chunk-head-chunk are named."""
+    """Work of one core in [start, end), in cycles: `part` of `parts`, in a named phase if chunk-head-chunk."""
 
     core: int
     sequence: int
@@ -38,7 +38,8 @@ class Piece:
 class HeadMapping:
     """Who does what when.
 
-    makespan            cycles until the last core is done; `head_only_makespan` is that of whole heads alone
+    makespan            cycles until the last core is done; `head_only_makespan` is that of whole heads alone, for a
+                        strategy that has whole heads, else the same
     idle_share          share of core time without work until then
     tiers               per tier, the (sequence, head) pairs; `column_parts` gives the number of parts of a cut head
     tail_gm_bytes       global-memory bytes the cut heads cost over what they would whole
@@ -150,12 +151,23 @@ def map_heads(num_heads: int, cores: int, sequence_chunks: Sequence[int], work: 
     return _finish(tasks, cores, best, head_only, best_cut, work)
 
 
+def map_stages(num_heads: int, cores: int, sequence_chunks: Sequence[int], work: ChunkWork) -> HeadMapping:
+    """The mapping of a staged baseline: every head chunk-head-chunk, all cores together through every stage."""
+    tasks = [_Task(s, h, chunks) for s, chunks in enumerate(sequence_chunks) for h in range(num_heads) if chunks]
+    schedule = _Schedule(cores)
+    schedule.chunk_head_chunk(tasks, work)
+    tiers = {WHOLE: (), COLUMNS: (), CHUNKS: tuple((task.sequence, task.head) for task in tasks)}
+    return HeadMapping(cores, tuple(schedule.pieces), schedule.makespan(), schedule.makespan(), tiers, {}, 0)
+
+
 def _tail_lengths(tasks: int, cores: int) -> list[int]:
     """Tails worth trying: what is left over of whole rounds, and one round more."""
     if cores == 1:
         return []
     rest = tasks % cores
-    return sorted({length for length in (rest, rest + cores, tasks if tasks <= 2 * cores else 0) if 0 < length <= tasks})
+    return sorted(
+        {length for length in (rest, rest + cores, tasks if tasks <= 2 * cores else 0) if 0 < length <= tasks}
+    )
 
 
 def _whole(tasks: Sequence[_Task], cores: int, work: ChunkWork) -> _Schedule:
@@ -175,7 +187,9 @@ def _tail_bytes(tasks: Sequence[_Task], cut: tuple[int, int, int], work: ChunkWo
     """Global-memory bytes a tail adds to those of whole heads."""
     tail, parts, last = cut
     middle, end = len(tasks) - tail, len(tasks) - last
-    columns = sum(task.chunks for task in tasks[middle:end]) * (work.column_bytes[parts] - work.whole_bytes if tail else 0)
+    columns = sum(task.chunks for task in tasks[middle:end]) * (
+        work.column_bytes[parts] - work.whole_bytes if tail else 0
+    )
     return columns + sum(task.chunks for task in tasks[end:]) * (work.chunks_bytes - work.whole_bytes)
 
 

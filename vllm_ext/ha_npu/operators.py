@@ -1,6 +1,6 @@
 """The operators the planner knows: each a function that builds the graph of one chunk of one head.
 
-To add one, write such a function and name it in `OPERATORS`. Formulas: HA-NPU paper, section 2.1, with C tokens a chunk,
+To add one, write such a function and name it in `OPERATORS`. Formulas: HA-NPU paper, section 2.1; C tokens a chunk,
 head dimension d, gates g (natural-log decays), G = cumsum(g); the state lies value-first, [V, K], as vLLM keeps it, or
 key-first. Tiles that matter only on and below the diagonal are marked `triangular`.
 """
@@ -34,7 +34,7 @@ class GraphBuilder:
     ) -> str:
         node_keys = {"phase", "transpose", "factor"}
         self.nodes[name] = Node(name, kind, inputs, operator, **{k: v for k, v in kind_of.items() if k in node_keys})  # type: ignore[arg-type]
-        return self.tensor(name, *shape, **{k: v for k, v in kind_of.items() if k not in node_keys})
+        return self.tensor(name, shape[0], shape[1], **{k: v for k, v in kind_of.items() if k not in node_keys})
 
     def inputs(self, gate_columns: int, *, beta: bool) -> None:
         """q, k, v in FP16, the gates and beta in FP32, and the incoming state."""
@@ -56,9 +56,7 @@ class GraphBuilder:
         """The product of a [C, K] tile with the state, [C, V]."""
         shape = (self.chunk_size, self.head_dim)
         transpose = (False, self.value_first)
-        return self.node(
-            name, "matmul", (rows, "s"), shape, operator, phase=phase, transpose=transpose, value_axis=1
-        )
+        return self.node(name, "matmul", (rows, "s"), shape, operator, phase=phase, transpose=transpose, value_axis=1)
 
     def build(self) -> Graph:
         return Graph(self.op, self.tensors, self.nodes, self.chunk_size, self.head_dim)

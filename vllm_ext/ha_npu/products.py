@@ -120,7 +120,12 @@ def count_products(graph: Graph, order: Sequence[str], policy: ProductPolicy) ->
 
 def compulsory_fractals(graph: Graph, order: Sequence[str], policy: ProductPolicy) -> int:
     """A lower bound on the fractals of these products: every operand once a side, and the inversion's own."""
-    sides = {(side, name) for n in order if graph.nodes[n].unit == "matrix" for side, name in enumerate(graph.nodes[n].inputs)}
+    sides = {
+        (side, name)
+        for n in order
+        if graph.nodes[n].unit == "matrix"
+        for side, name in enumerate(graph.nodes[n].inputs)
+    }
     total = sum(operand_fractals(graph, name, skip_zero=policy.skip_zero) for _, name in sides)
     if any(graph.nodes[name].unit == "solve" for name in order):
         total += inversion_counts(graph.chunk_size, policy.inversion)[1]
@@ -134,8 +139,10 @@ def operator_product_order(graph: Graph) -> tuple[str, ...]:
         after[node.name] = node.kind == "solve" or any(after.get(source, False) for source in node.inputs)
 
     def rank(node: Node) -> tuple[bool, int, int]:
-        return after[node.name] or node.phase == "update", 0 if node.unit == "solve" else 1, (
-            7 if node.phase == "update" else node.operator
+        return (
+            after[node.name] or node.phase == "update",
+            0 if node.unit == "solve" else 1,
+            (7 if node.phase == "update" else node.operator),
         )
 
     wanted = [node for node in graph.nodes.values() if node.unit != "vector"]

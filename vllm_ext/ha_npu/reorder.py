@@ -33,7 +33,7 @@ def depends_on(program: Program, unit: str) -> dict[str, bool]:
     def visit(name: str) -> bool:
         if name not in found:
             own = program.steps[name].unit == unit
-            found[name] = any([visit(dep) for dep in program.deps[name]]) or own
+            found[name] = own or any(visit(dep) for dep in program.deps[name])
         return found[name]
 
     for name in program.steps:
@@ -75,7 +75,7 @@ class _Masks:
     def of(cls, program: Program) -> _Masks:
         names = tuple(program.steps)
         bit = {name: 1 << index for index, name in enumerate(names)}
-        readers = {key: 0 for key in program.items}
+        readers = dict.fromkeys(program.items, 0)
         for step in program.steps.values():
             for item in (*step.reads, *step.writes):
                 readers[item] |= bit[step.name]
@@ -136,7 +136,13 @@ def lifetime_order(program: Program, *, width: int = 24) -> list[str]:
                 if limit and accumulator + l0c > limit:
                     continue
                 after = done | (1 << index)
-                entry = (max(peak, live + during), live + change, area + live + change, accumulator + l0c, (*path, index))
+                entry = (
+                    max(peak, live + during),
+                    live + change,
+                    area + live + change,
+                    accumulator + l0c,
+                    (*path, index),
+                )
                 if after not in following or entry < following[after]:
                     following[after] = entry
         if not following:

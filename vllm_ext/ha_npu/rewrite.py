@@ -1,4 +1,4 @@
-"""GEMM-first: algebraic rewrites of an operator graph that take products out from behind the inversion (paper, section 5).
+"""GEMM-first (paper, section 5): rewrites of an operator graph that take products out from behind the inversion.
 
 Four rules, applied until none fits. None knows an operator by name.
 

@@ -37,7 +37,7 @@ def ha_npu(op: str, chunk_size: int, head_dim: int, chip: Chip) -> Dataflow:
 
 
 def ha_npu_tuned(op: str, chunk_size: int, head_dim: int, chip: Chip) -> Dataflow:
-    """HA-NPU taken further: key-first state, so that V' is the right operand of both its products; zero tiles skipped."""
+    """HA-NPU taken further: a key-first state, so that V' is the right operand of both its products; no zero tiles."""
     graph, _ = gemm_first(build_graph(op, chunk_size=chunk_size, head_dim=head_dim, value_first=False))
     policy = ProductPolicy(keep=True, capacity=operand_capacity(chip), skip_zero=True)
     return Dataflow("ha-npu-tuned", graph, _fused(graph), policy)
@@ -46,7 +46,9 @@ def ha_npu_tuned(op: str, chunk_size: int, head_dim: int, chip: Chip) -> Dataflo
 def ha_npu_unordered(op: str, chunk_size: int, head_dim: int, chip: Chip) -> Dataflow:
     """HA-NPU's kernel without its reordering: every product brings its own operands. For the ablation only."""
     graph, _ = gemm_first(build_graph(op, chunk_size=chunk_size, head_dim=head_dim))
-    return Dataflow("ha-npu-unordered", graph, _fused(graph), ProductPolicy(keep=False, capacity=operand_capacity(chip)))
+    return Dataflow(
+        "ha-npu-unordered", graph, _fused(graph), ProductPolicy(keep=False, capacity=operand_capacity(chip))
+    )
 
 
 def fla(op: str, chunk_size: int, head_dim: int, chip: Chip) -> Dataflow:
@@ -90,9 +92,9 @@ def fla_megakernel(op: str, chunk_size: int, head_dim: int, chip: Chip) -> Dataf
 
 
 def flash_qla(op: str, chunk_size: int, head_dim: int, chip: Chip) -> Dataflow:
-    """FlashQLA: a preparation over chunks that stores the gate sums, and a fused recurrence over segments of a sequence.
+    """FlashQLA: a preparation over chunks that stores the gate sums, a fused recurrence over segments of a sequence.
 
-    Its own algebra is GEMM-first as well (there is no product W). Its public code stores T; the paper's figure 16 leaves
+    Its own algebra is GEMM-first as well: there is no product W. Its public code stores T; the paper's figure 16 leaves
     4 KiB a chunk of a head for all it stores, less than T's 8 KiB, so here T is made again in the fused kernel.
     """
     graph, _ = gemm_first(build_graph(op, chunk_size=chunk_size, head_dim=head_dim))
@@ -130,7 +132,9 @@ def chunk_head_chunk(op: str, chunk_size: int, head_dim: int, chip: Chip, strips
 
 def _stages(stages: Mapping[str, tuple[Kernel, ...]], op: str) -> tuple[Kernel, ...]:
     if op not in stages:
-        raise ValueError(f"ha_npu: the stages of flash-linear-attention for {op!r} are not described; see strategies.py")
+        raise ValueError(
+            f"ha_npu: the stages of flash-linear-attention for {op!r} are not described; see strategies.py"
+        )
     return stages[op]
 
 

@@ -1,8 +1,8 @@
 """How long a chunk takes on a core, in cycles: a model for comparing mappings, not a measurement.
 
-The matrix unit does its products at the chip's rate, the vector unit one repeat of 256 bytes a cycle for every pass over
-a tile; the two take turns, as the operators of a chunk depend on one another. Global memory is read ahead, so that a
-chunk takes the longer of computing and moving.
+The matrix unit does its products at the chip's rate, the vector unit one repeat of 256 bytes a cycle for every pass
+over a tile; the two take turns, as the operators of a chunk depend on one another. Global memory is read ahead, so that
+a chunk takes the longer of computing and moving.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ class ChunkWork:
 
     whole       on one core
     column      by number of parts: one part
-    map_chunk, reduce_strip, output_chunk     chunk-head-chunk: preparing a chunk, one strip of the recurrence, the output
+    map_chunk, reduce_strip, output_chunk
+                chunk-head-chunk: preparing a chunk, one strip of the recurrence, the output
     strips      how many strips of columns the recurrence falls into
-    whole_bytes, column_bytes, chunks_bytes   global-memory bytes of a chunk of a head under each tier, all parts together
+    whole_bytes, column_bytes, chunks_bytes
+                global-memory bytes of a chunk of a head under each tier, all parts together
     """
 
     whole: float
@@ -64,9 +66,7 @@ def compute_cycles(program: Program, nodes: Sequence[str], dataflow: Dataflow) -
 def kernel_cycles(dataflow: Dataflow, graph: Graph, traffic: KernelTraffic, chip: Chip, tiles: int) -> float:
     """Cycles of one column tile of a kernel for a chunk: the longer of computing and moving."""
     moved = sum(traffic.reads.values()) + sum(traffic.writes.values())
-    return max(
-        compute_cycles(lower(graph, chip), traffic.computed, dataflow), moved / tiles / gm_bytes_per_cycle(chip)
-    )
+    return max(compute_cycles(lower(graph, chip), traffic.computed, dataflow), moved / tiles / gm_bytes_per_cycle(chip))
 
 
 @cache
@@ -99,9 +99,26 @@ def chunk_work(dataflow: Dataflow, fallback: Dataflow, chip: Chip) -> ChunkWork:
     return ChunkWork(
         fused(1),
         {parts: fused(parts) for parts in choices},
-        *phases,
+        phases[0],
+        phases[1],
+        phases[2],
         strips,
-        chunk_gm_bytes(dataflow),
-        {parts: parts * chunk_gm_bytes(part(parts)) for parts in choices},
-        chunk_gm_bytes(fallback),
+        sum(chunk_gm_bytes(dataflow).values()),
+        {parts: parts * sum(chunk_gm_bytes(part(parts)).values()) for parts in choices},
+        sum(chunk_gm_bytes(fallback).values()),
     )
+
+
+def stage_work(dataflow: Dataflow, chip: Chip) -> ChunkWork:
+    """The work of a chunk under a staged baseline: kernels ahead of the recurrence, the recurrence, kernels behind it."""
+    phases = [0.0, 0.0, 0.0]
+    strips, phase = 1, 0
+    for traffic in kernel_traffic(dataflow):
+        tiles = traffic.kernel.column_tiles
+        cycles = kernel_cycles(dataflow, dataflow.graph.split(tiles), traffic, chip, tiles)
+        if traffic.recurrent:
+            phases[1], strips, phase = cycles, tiles, 2
+        else:
+            phases[phase] += cycles * tiles
+    moved = sum(chunk_gm_bytes(dataflow).values())
+    return ChunkWork(sum(phases), {}, phases[0], phases[1], phases[2], strips, moved, {}, moved)

@@ -1,0 +1,190 @@
+"""`vllm-ext plan`: a plan as a table, pictures, JSON or a kernel's constants; the comparison with the paper."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_ext.ha_npu.chips import chip_names, load_chip
+from vllm_ext.ha_npu.header import emit_header
+from vllm_ext.ha_npu.mapping import CHUNKS, COLUMNS, WHOLE
+from vllm_ext.ha_npu.operators import OPERATORS
+from vllm_ext.ha_npu.plan import Plan, make_plan
+from vllm_ext.ha_npu.strategies import STRATEGIES
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-ext plan", description="Plan the prefill of a linear-attention layer on a chip.", allow_abbrev=False
+    )
+    parser.add_argument("op", nargs="?", help=f"operator: {', '.join(sorted(OPERATORS))}")
+    parser.add_argument("--chip", default="310p1", help=f"one of {', '.join(chip_names())} (default: %(default)s)")
+    parser.add_argument("--heads", type=int, default=16, help="number of heads (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, help="number of tokens (default: 4096, or the sum of --seq-lens)")
+    parser.add_argument("--seq-lens", metavar="N,N,...", help="lengths of several sequences")
+    parser.add_argument("--head-dim", type=int, default=128, help="key and value dimension (default: %(default)s)")
+    parser.add_argument("--chunk-size", type=int, default=64, help="tokens a chunk (default: %(default)s)")
+    parser.add_argument("--strategy", default="ha-npu", help=f"one of {', '.join(STRATEGIES)} (default: %(default)s)")
+    parser.add_argument("--compare", action="store_true", help="all strategies side by side")
+    parser.add_argument("--plot", metavar="FOLDER", help="draw the schedule, the buffers and the dataflow as PNG files")
+    parser.add_argument(
+        "--json", metavar="FILE", nargs="?", const="-", help="the plan as JSON, to a file or the terminal"
+    )
+    parser.add_argument(
+        "--emit-header", metavar="FILE", nargs="?", const="-", help="constants for the Ascend C kernels"
+    )
+    parser.add_argument("--check-paper", action="store_true", help="the paper's figures and ours, with deviations")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns 0, 1 when the comparison with the paper fails, 2 on bad input or an unusable path."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        return _run(args)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.check_paper:
+        # The comparison plans every configuration of the paper; the other commands need none of it.
+        from vllm_ext.ha_npu.paper import report
+
+        text, good = report()
+        print(text)
+        return 0 if good else 1
+    if args.op is None:
+        raise ValueError(f"name an operator ({', '.join(sorted(OPERATORS))}), or use --check-paper")
+    if args.compare:
+        print(compare(args))
+        return 0
+    plan = _plan(args, args.strategy)
+    if args.plot is not None:
+        from vllm_ext.ha_npu.plot import draw
+
+        for path in draw(plan, Path(args.plot)):
+            print(path, file=sys.stderr)
+    if args.json is not None:
+        _write(args.json, plan.to_json() + "\n")
+    if args.emit_header is not None:
+        _write(args.emit_header, emit_header(plan))
+    if "-" not in (args.json, args.emit_header):
+        print(table(plan))
+    return 0
+
+
+def _plan(args: argparse.Namespace, strategy: str) -> Plan:
+    seq_lens = _lengths(args.seq_lens) if args.seq_lens is not None else None
+    tokens = args.tokens if args.tokens is not None else sum(seq_lens) if seq_lens else 4096
+    return make_plan(
+        args.op,
+        chip=args.chip,
+        num_heads=args.heads,
+        num_tokens=tokens,
+        head_dim=args.head_dim,
+        chunk_size=args.chunk_size,
+        strategy=strategy,
+        seq_lens=seq_lens,
+    )
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--seq-lens takes whole numbers separated by commas, got {text!r}") from None
+
+
+def _write(target: str, text: str) -> None:
+    """To the terminal for "-", else to a file that is either complete or not touched."""
+    if target == "-":
+        sys.stdout.write(text)
+        return
+    path = Path(target)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _names(plan: Plan, tier: str) -> str:
+    pairs = plan.mapping.tiers[tier]
+    if not pairs:
+        return "none"
+    if len(plan.seq_lens) > 1:
+        return f"{len(pairs)} of (sequence, head)"
+    heads = [head for _, head in pairs]
+    return str(heads[0]) if len(heads) == 1 else f"{heads[0]}-{heads[-1]}"
+
+
+def table(plan: Plan) -> str:
+    """The plan in words and numbers."""
+    traffic, mapping = plan.traffic, plan.mapping
+    cut = ", ".join(f"{parts} each" for parts in sorted(set(mapping.column_parts.values())))
+    gain = 100 * (1 - mapping.makespan / mapping.head_only_makespan) if mapping.head_only_makespan else 0.0
+    rows = [
+        ("plan", f"{plan.strategy} {plan.op}, {plan.launches} launch" + ("es" if plan.launches > 1 else "")),
+        ("chip", f"{plan.chip.name}: {plan.chip.title}"),
+        ("work", f"{plan.num_heads} heads, {plan.num_tokens} tokens in {len(plan.seq_lens)} sequence(s), "
+                 f"head_dim {plan.head_dim}, chunk_size {plan.chunk_size}"),
+        ("MACs", f"{plan.macs / 1e9:.3f} G"),
+        ("global memory", f"{traffic.gm_bytes / MIB:.2f} MiB + {traffic.tail_gm_bytes / MIB:.2f} for cut heads"
+                          f" + {traffic.path_gm_bytes / MIB:.2f} for missing paths"),
+        *((f"  {name}", f"{moved / MIB:.2f} MiB") for name, moved in traffic.gm_by_kernel.items()),
+        ("L1 to L0", f"{traffic.l1_to_l0_bytes / MIB:.2f} MiB"),
+        ("device memory", f"{traffic.device_bytes / MIB:.2f} MiB"),
+        ("layout transforms", f"{traffic.transforms} ({plan.chunk.transforms} a chunk of a head)"),
+        *((f"peak {name.upper()}", _peak(plan, name)) for name in plan.peak_bytes),
+        ("order", ", ".join(sorted({kernel.order_kind for kernel in plan.chunk.kernels}))),
+        ("whole heads", _names(plan, WHOLE)),
+        ("cut by columns", _names(plan, COLUMNS) + (f" in {cut}" if cut else "")),
+        ("chunk-head-chunk", _names(plan, CHUNKS)),
+        ("makespan (model)", f"{mapping.makespan / 1e3:.0f} thousand cycles, {gain:.1f}% below whole heads only"),
+        ("idle (model)", f"{100 * mapping.idle_share:.1f}%"),
+    ]  # fmt: skip
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
+
+
+def _peak(plan: Plan, name: str) -> str:
+    usable = load_chip(plan.chip.name).buffers[name].usable
+    return f"{plan.peak_bytes[name] / KIB:g} of {usable / KIB:g} KiB" if usable else "no such buffer"
+
+
+COMPARED = ("launches", "GM MiB", "L1-L0 MiB", "device MiB", "GMAC", "transforms", "UB KiB")
+
+
+def compare(args: argparse.Namespace) -> str:
+    """One line a strategy; a strategy the chip cannot hold says why, unless it is the one asked for."""
+    lines = [f"{'strategy':14}" + "".join(f"{name:>12}" for name in COMPARED)]
+    for strategy in STRATEGIES:
+        try:
+            plan = _plan(args, strategy)
+        except ValueError as error:
+            if strategy == args.strategy:
+                raise
+            lines.append(f"{strategy:14}  {error}")
+            continue
+        traffic = plan.traffic
+        sizes = [size / MIB for size in (traffic.total_gm_bytes, traffic.l1_to_l0_bytes, traffic.device_bytes)]
+        cells = [f"{plan.launches}", *(f"{size:.2f}" for size in sizes), f"{plan.macs / 1e9:.3f}"]
+        cells += [f"{traffic.transforms}", f"{plan.peak_bytes['ub'] / KIB:g}"]
+        lines.append(f"{strategy:14}" + "".join(f"{cell:>12}" for cell in cells))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
