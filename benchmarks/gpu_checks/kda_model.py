@@ -1,0 +1,166 @@
+"""A tiny KDA + MoE model through real vLLM on a GPU, with and without `ha_npu`, in 16 bits and with `w4a16-grouped`.
+
+    python benchmarks/gpu_checks/kda_model.py [--kind qwen3-next] [--compiled] [--mla-backend TRITON_MLA]
+
+vLLM's Kimi-Linear does not run on a CPU, so this is where the whole model is checked. Five engines start side by side,
+each in its own process (about a minute); the plugin is registered by hand, so nothing needs to be installed. The last
+line printed is JSON: for each pair the mean, 90th percentile and largest difference of prompt log-probabilities, and
+whether greedy tokens agree wherever the margin exceeds the tolerance. A pair "stock, small budget" against stock is the
+yardstick: both are vLLM's own kernels, only the prompts are cut differently. Exit status 0 when every pair agrees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+LENGTHS = (1, 5, 63, 64, 65, 130, 300, 700)
+MAX_TOKENS = 16
+MEAN_TOLERANCE = 0.05
+PERCENTILE_90_TOLERANCE = 0.1
+HA_NPU = {"vllm_ext": {"linear_attn_backend": "ha_npu"}}
+ENGINES: dict[str, dict[str, Any]] = {
+    "stock": {},
+    "stock, small budget": {"max_num_batched_tokens": 192},
+    "ha_npu": {"additional_config": HA_NPU, "max_num_batched_tokens": 192},
+    "w4a16": {"quantization": "w4a16-grouped"},
+    "w4a16 + ha_npu": {"quantization": "w4a16-grouped", "additional_config": HA_NPU},
+}
+PAIRS = (("stock", "stock, small budget"), ("stock", "ha_npu"), ("w4a16", "w4a16 + ha_npu"))
+Answer = dict[str, Any]
+
+
+def child(model: str, options: dict[str, Any], result: Path) -> None:
+    """Run one engine in this process and write its answers."""
+    from vllm_ext.plugin import register
+
+    register()
+    import torch
+    from vllm import LLM, SamplingParams
+
+    generator = torch.Generator().manual_seed(0)
+    prompts = [{"prompt_token_ids": torch.randint(0, 256, (n,), generator=generator).tolist()} for n in LENGTHS]
+    llm = LLM(
+        model=model,
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        max_num_seqs=8,
+        enable_prefix_caching=False,
+        gpu_memory_utilization=0.1,
+        **options,
+    )
+    sampling = SamplingParams(
+        temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, prompt_logprobs=0, logprobs=2, detokenize=False
+    )
+    answer: Answer = {"log_probs": [], "tokens": [], "margins": []}
+    for output in llm.generate(prompts, sampling, use_tqdm=False):
+        pairs = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[1:]
+        answer["log_probs"] += [entry[token].logprob for token, entry in pairs]
+        answer["tokens"].append(list(output.outputs[0].token_ids))
+        best = [sorted((e.logprob for e in entry.values()), reverse=True) for entry in output.outputs[0].logprobs]
+        answer["margins"].append([first - second for first, second, *_ in best])
+    result.write_text(json.dumps(answer))
+
+
+def run_engines(model: str, common: dict[str, Any], folder: Path, timeout: float) -> dict[str, Answer]:
+    """Start every engine at once; an engine that fails or runs out of time answers {"error": last lines}."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+    }
+    started = {}
+    for index, (name, options) in enumerate(ENGINES.items()):
+        log = folder / f"{index}.log"
+        command = [
+            sys.executable,
+            __file__,
+            "--child",
+            model,
+            json.dumps({**common, **options}),
+            f"{folder}/{index}.json",
+        ]
+        with log.open("w") as file:
+            started[name] = (
+                subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT),
+                log,
+                index,
+            )
+    deadline = time.monotonic() + timeout
+    answers: dict[str, Answer] = {}
+    for name, (process, log, index) in started.items():
+        try:
+            process.wait(max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        result = folder / f"{index}.json"
+        text = log.read_text(errors="replace")
+        answers[name] = json.loads(result.read_text()) if result.exists() else {"error": text[-3000:]}
+        answers[name]["served"] = sorted({line.split("] ")[-1] for line in text.splitlines() if "prefill by" in line})
+        print(f"{name}: {'failed' if 'error' in answers[name] else 'answered'}", flush=True)
+    return answers
+
+
+def compare(one: Answer, other: Answer) -> dict[str, Any]:
+    """How far two engines' answers are apart; "ok" against the tolerances."""
+    failed = [answer["error"] for answer in (one, other) if "error" in answer]
+    if failed:
+        return {"ok": False, "error": failed[0]}
+    gaps = sorted(abs(a - b) for a, b in zip(one["log_probs"], other["log_probs"], strict=True))
+    mean, high = sum(gaps) / len(gaps), gaps[int(0.9 * len(gaps))]
+    firsts = [
+        next((m for x, y, m in zip(a, b, margins, strict=True) if x != y), None)
+        for a, b, margins in zip(one["tokens"], other["tokens"], one["margins"], strict=True)
+    ]
+    margins = [margin for margin in firsts if margin is not None]
+    ok = (
+        mean < MEAN_TOLERANCE
+        and high < PERCENTILE_90_TOLERANCE
+        and max(margins, default=0) < 2 * PERCENTILE_90_TOLERANCE
+    )
+    return {"ok": ok, "mean": mean, "p90": high, "max": gaps[-1], "margins_at_first_difference": margins}
+
+
+def main() -> int:
+    """Command line; see the module."""
+    if sys.argv[1:2] == ["--child"]:
+        child(sys.argv[2], json.loads(sys.argv[3]), Path(sys.argv[4]))
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", default="kimi-linear", choices=("kimi-linear", "qwen3-next", "qwen3.5-moe"))
+    parser.add_argument("--compiled", action="store_true", help="torch.compile and CUDA graphs instead of eager")
+    parser.add_argument("--mla-backend", help="full-attention backend, where vLLM's own choice is not installed")
+    parser.add_argument("--timeout", type=float, default=170, help="seconds for all engines together")
+    args = parser.parse_args()
+    sys.path.insert(0, str(ROOT / "examples"))
+    from tiny_models import write_tiny_model
+
+    common: dict[str, Any] = {"enforce_eager": not args.compiled}
+    if args.mla_backend:
+        common["attention_backend"] = args.mla_backend
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(write_tiny_model(args.kind, Path(folder) / "model"))
+        answers = run_engines(model, common, Path(folder), args.timeout)
+    pairs = {f"{one} / {other}": compare(answers[one], answers[other]) for one, other in PAIRS}
+    served = answers["ha_npu"].get("served", [])
+    ok = all(pair["ok"] for pair in pairs.values()) and bool(served)
+    print(
+        json.dumps({"kind": args.kind, "compiled": args.compiled, "ok": ok, "pairs": pairs, "served": served}, indent=1)
+    )
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
