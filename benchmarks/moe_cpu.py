@@ -203,6 +203,7 @@ def chart(rows: list[dict[str, Any]], path: Path) -> None:
         axis.set_xticks(list(places), [str(row["tokens"]) for row in shown])
         axis.set_xlabel("tokens (M)")
         axis.set_title(name)
+    axes[0][0].set_ylim(0, 1.25 * max(row["ours_speedup"] for row in rotated))
     axes[0][0].set_ylabel("speed, vLLM's BF16 experts = 1")
     axes[0][-1].legend(fontsize="small")
     figure.tight_layout()

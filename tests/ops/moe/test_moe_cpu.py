@@ -277,6 +277,24 @@ def test_arguments_are_not_written_to(kernel: str, hint) -> None:
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 
+def test_torchs_defaults_do_not_matter(kernel: str, hint) -> None:
+    """vLLM loads models under another default dtype and device; a buffer that follows them would be overrun."""
+    from vllm_ext.ops.moe import cpu_int4
+
+    layer = make_layer(tokens=9, top_k=4, bias=True, distinct=False)
+    expected = layer.run(layer.prepare(**hint))
+    cpu_int4.packed_block.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            experts = layer.prepare(**hint)
+            out, on_input = (layer.run(experts, apply_router_weight_on_input=flag) for flag in (False, True))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(out, expected)
+    assert torch.isfinite(on_input.float()).all()
+
+
 def test_four_bits_stay_four_bits_in_memory(kernel: str, hint) -> None:
     """Prepared SmolLM2 experts: 4 bits a weight, and a 16-bit scale and zero for every 128 (64 where 576 forces it)."""
     layer = make_layer()

@@ -176,7 +176,7 @@ def _apply_joined(
             return out
     if not options.apply_router_weight_on_input:
         return _joined_product(x, experts, _by_expert(weights, ids, num_experts, lanes), None, options).to(x.dtype)
-    out = torch.zeros(x.shape, dtype=torch.float32)
+    out = torch.zeros_like(x, dtype=torch.float32)
     for slot in range(ids.shape[1]):
         routed = _by_expert(torch.ones_like(weights[:, :1]), ids[:, slot : slot + 1], num_experts, lanes)
         out += _joined_product(x, experts, routed, weights[:, slot : slot + 1], options)
@@ -252,12 +252,12 @@ def _apply_grouped(
         second = second.float() + tensors["w2_bias"][sorted_experts]
     # Slots that are not routed read the zero row at the end, with weight 0.
     second = torch.cat((second, second.new_zeros(1, meta.hidden_size)))
-    position = torch.full((rows * top_k,), routed)
-    position[order] = torch.arange(routed)
+    position = torch.full_like(expert_of_slot, routed)
+    position[order] = torch.arange(routed, device=x.device)
     position = position.view(rows, top_k)
     if lanes > num_experts:
         weights = weights.masked_fill(ids == num_experts, 0)
-    out = torch.zeros(rows, meta.hidden_size)
+    out = torch.zeros_like(x, dtype=torch.float32)
     for slot in range(top_k):
         out += second[position[:, slot]].float() * weights[:, slot : slot + 1]
     return out.to(x.dtype)

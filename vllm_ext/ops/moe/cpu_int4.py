@@ -85,7 +85,8 @@ def packed_block() -> tuple[int, bool] | None:
     Packed codes are [N / block, K, block / 2] bytes. With halves, a byte holds rows b and b + block/2 of its block,
     else rows 2b and 2b + 1. PyTorch does not document the order, so it is looked up by packing known codes.
     """
-    codes = torch.randint(0, 16, (ROW_MULTIPLE, 32), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator("cpu").manual_seed(0)
+    codes = torch.randint(0, 16, (ROW_MULTIPLE, 32), dtype=torch.int32, generator=generator, device="cpu")
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
     for block in (64, 32, 16):
         for halves in (True, False):
@@ -99,7 +100,7 @@ def _unpack(packed: torch.Tensor, columns: int, block: int, halves: bool) -> tor
     # Flipping each nibble's top bit turns q into the two's complement of q - 8; the shifts then extend its sign.
     flipped = packed.view(torch.uint8).bitwise_xor(0x88).view(torch.int8).view(-1, columns, block // 2)
     low, high = (flipped << 4) >> 4, flipped >> 4
-    codes = torch.empty(columns, flipped.shape[0], block, dtype=torch.int8)
+    codes = torch.empty(columns, flipped.shape[0], block, dtype=torch.int8, device=packed.device)
     by_block = codes.permute(1, 0, 2)
     if halves:
         by_block[..., : block // 2], by_block[..., block // 2 :] = low, high

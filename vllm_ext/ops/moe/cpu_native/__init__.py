@@ -127,7 +127,7 @@ def int4_matmul(
     kernel = load()[0]
     assert kernel is not None
     (rows, columns), width = x.shape, packed.shape[0]
-    out = torch.empty(rows, width)
+    out = torch.empty(rows, width, dtype=torch.float32, device="cpu")
     pointers = x.data_ptr(), packed.data_ptr(), scales_and_zeros.data_ptr(), out.data_ptr()
     if kernel(*pointers, rows, width, columns, kernel_group):
         raise MemoryError(f"fused_moe_w4a16: no memory for the group sums of {rows} rows of {columns} columns")

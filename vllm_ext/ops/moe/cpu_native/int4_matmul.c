@@ -10,6 +10,7 @@
 #include <immintrin.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 #define LANES 16
 #define VECTORS 4
@@ -36,10 +37,10 @@ static inline __attribute__((always_inline)) void block_rows(const problem *p, i
         0x40E0, 0x40C0, 0x40A0, 0x4080, 0x4040, 0x4000, 0x3F80, 0, (short)0xBF80, (short)0xC000, (short)0xC040,
         (short)0xC080, (short)0xC0A0, (short)0xC0C0, (short)0xC0E0, (short)0xC100);
     const uint16_t *codes = p->codes + block * p->k * (BLOCK / 4);
-    const int32_t *x[MAX_ROWS];
+    const uint16_t *x[MAX_ROWS];
     __m512 total[MAX_ROWS][VECTORS];
     for (int m = 0; m < rows; m++) {
-        x[m] = (const int32_t *)(p->x + (first + m) * p->k);
+        x[m] = p->x + (first + m) * p->k;
         for (int v = 0; v < VECTORS; v++)
             total[m][v] = _mm512_setzero_ps();
     }
@@ -58,7 +59,9 @@ static inline __attribute__((always_inline)) void block_rows(const problem *p, i
                 (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(word, 12), table),
             };
             for (int m = 0; m < rows; m++) {
-                const __m512bh both = (__m512bh)_mm512_set1_epi32(x[m][g * pairs + pair]);
+                int32_t columns;
+                memcpy(&columns, x[m] + (g * pairs + pair) * 2, sizeof columns);
+                const __m512bh both = (__m512bh)_mm512_set1_epi32(columns);
                 for (int v = 0; v < VECTORS; v++)
                     sum[m][v] = _mm512_dpbf16_ps(sum[m][v], weights[v], both);
             }

@@ -1,0 +1,112 @@
+"""The registry of benchmarks: nothing wrong is timed, and results say where they come from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from vllm_ext.benchmarks import registry
+from vllm_ext.benchmarks.registry import Benchmark, CheckFailed, main, run_benchmark
+
+
+def _benchmark(check, run=lambda args: [{"size": args.size, "us": 1.5}]) -> Benchmark:
+    return Benchmark(
+        name="two-words",
+        help="for the test",
+        arguments=lambda parser: parser.add_argument("--size", type=int, default=3),
+        check=check,
+        run=run,
+        table=lambda rows: f"{len(rows)} row",
+    )
+
+
+def test_what_fails_its_check_is_not_timed(tmp_path, capsys) -> None:
+    def check(args: argparse.Namespace) -> None:
+        raise CheckFailed(f"size {args.size}: error 0.5, allowed 0.1")
+
+    def run(args: argparse.Namespace) -> list:
+        raise AssertionError("timed")
+
+    output = tmp_path / "results.json"
+    assert run_benchmark(_benchmark(check, run), ["--output", str(output)]) == 1
+    assert "not timed, the check failed: size 3: error 0.5, allowed 0.1" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_results_carry_machine_versions_date_and_options(tmp_path, capsys) -> None:
+    output = tmp_path / "made" / "results.json"
+    assert run_benchmark(_benchmark(lambda args: None), ["--size", "7", "--output", str(output)]) == 0
+    document = json.loads(output.read_text())
+    assert document["benchmark"] == "two-words"
+    assert document["rows"] == [{"size": 7, "us": 1.5}]
+    assert document["options"] == {"size": 7}
+    assert {"cpu", "cores", "gpus", "python", "packages", "date", "commit"} <= set(document["run"])
+    assert document["run"]["packages"]["torch"]
+    assert "1 row" in capsys.readouterr().out
+    assert list(output.parent.iterdir()) == [output]
+
+
+def test_a_failed_write_leaves_the_old_results(tmp_path) -> None:
+    output = tmp_path / "results.json"
+    output.write_text('{"rows": []}')
+    with pytest.raises(TypeError):
+        registry.write_json(output, {"rows": [object()]})
+    assert output.read_text() == '{"rows": []}'
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_every_registered_benchmark_exists_and_is_callable() -> None:
+    for name, (target, text) in registry.BENCHMARKS.items():
+        module, _, attribute = target.partition(":")
+        pytest.importorskip("triton")
+        found = getattr(import_module(module), attribute)
+        assert text
+        assert callable(found) or found.name == name
+
+
+def test_the_list_and_a_wrong_name(capsys) -> None:
+    assert main(["--help"]) == 0
+    assert main([]) == 2
+    assert main(["moe-gpu"]) == 2
+    captured = capsys.readouterr()
+    assert "moe-cpu" in captured.out
+    assert "unknown benchmark 'moe-gpu'" in captured.err
+
+
+def test_the_cpu_experts_benchmark_runs_small(tmp_path) -> None:
+    """vLLM's BF16 kernel and ours, checked and timed on a tiny shape; the numbers mean nothing here."""
+    pytest.importorskip("vllm")
+    pytest.importorskip("matplotlib")
+    from vllm_ext.benchmarks import moe_cpu
+
+    output = tmp_path / "moe_cpu.json"
+    small = moe_cpu.Shape(64, 32, 4, 4, (32, 32), 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(moe_cpu.SHAPES, "smollm2-g32", small)
+        argv = ["--shape", "smollm2-g32", "--tokens", "1", "9", "--rounds", "3", "--output", str(output)]
+        assert main(["moe-cpu", *argv]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [(row["tokens"], row["weights"]) for row in rows] == [(1, "rotated"), (1, "hot"), (9, "rotated")]
+    assert all(row[f"{arm}_us"] > 0 for row in rows for arm in ("vllm_bf16", "ours", "ours_pytorch_kernel"))
+    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_wrong_kernel_fails_the_cpu_experts_check() -> None:
+    pytest.importorskip("vllm")
+    from vllm_ext.benchmarks import moe_cpu
+
+    from vllm_ext.ops.moe import cpu
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(moe_cpu.SHAPES, "smollm2-g32", moe_cpu.Shape(64, 32, 4, 4, (32, 32), 1))
+        right = cpu.matmul
+        patch.setattr(cpu, "matmul", lambda *args: right(*args) * 1.02)
+        with pytest.raises(CheckFailed, match="smollm2-g32, ours, M=1: relative error"):
+            moe_cpu.check(argparse.Namespace(shape=["smollm2-g32"]))
+
+
+def test_results_go_beside_the_benchmarks_by_default() -> None:
+    assert Path(registry.__file__).parent / "results" == registry.RESULTS
