@@ -2,18 +2,18 @@
 
 HA-NPU paper, sections 2.1 (the map) and 5 (GEMM-first: the state is multiplied by [K; Q] before the inverse is applied,
 V' = T diag(beta) (V - decay K S), so the product W = T diag(beta) decay K is never formed).
-Every exponent taken is a difference G_i - G_j of cumulative log decays with i >= j, hence at most 0 for g <= 0.
-Differences are formed in FP64, because |G| reaches 64 * 316 in practice and FP32 would lose the small ones.
+A decay between two tokens is exp of a sum of log decays g <= 0. Those sums are built up, over blocks of doubling size,
+never taken as differences of a longer sum: no exponent is positive, and a small sum keeps its digits beside decays of
+-316 (or of -inf) elsewhere in the chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-# exp(-10_000) is 0 in every dtype: the bound changes no result, and makes a decay to exactly zero (g = -inf) finite.
-_MIN_LOG_DECAY = -1.0e4
 # Smaller blocks are multiplied element-wise: matrix products that small are slower.
 _SMALL_BLOCK = 4
 
@@ -40,72 +40,80 @@ class ChunkTerms:
     state_decay: torch.Tensor
 
 
-def cumulative_decay(g: torch.Tensor, dim: int) -> torch.Tensor:
-    """Inclusive cumulative sum of log decays in FP64."""
-    return g.double().clamp(min=_MIN_LOG_DECAY).cumsum(dim)
-
-
 def gdn_terms(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> ChunkTerms:
     """q, k [c, H, C, K]; v [c, H, R, C, V]; g, beta [c, H, R, C]."""
     rows = q.shape[-2]
-    total = cumulative_decay(g, -1)
-    difference = (total[..., :, None] - total[..., None, :]).to(q.dtype)
-    upper = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
-    decay = difference.masked_fill_(upper, -torch.inf).exp_()
+    between = torch.full((*g.shape, rows), -torch.inf, dtype=g.dtype, device=g.device)
+    between.diagonal(dim1=-2, dim2=-1).zero_()
+    for half, prefix, suffix in _block_sums(g.unsqueeze(-1)):
+        if half < rows:
+            torch.add(prefix, suffix.transpose(-1, -2), out=_lower_left(between, half))
+    decay, read, tail = between.exp_(), prefix.exp(), suffix.exp()
     key_query = torch.cat((k, q), dim=-2)
     products = (key_query @ k.transpose(-1, -2)).unsqueeze(2)
     coupling, scores = products[..., :rows, :] * decay, products[..., rows:, :] * decay
-    last = total[..., -1:]
     return ChunkTerms(
         key_query=key_query,
-        read_decay=total.to(q.dtype).exp().unsqueeze(-1),
+        read_decay=read,
         value=v,
         inverse=_inverse(coupling, beta),
         scores=scores,
         tail_key=k,
-        tail_decay=(last - total).to(q.dtype).exp_().unsqueeze(-1),
-        state_decay=last.to(q.dtype).exp().transpose(-1, -2).unsqueeze(-1),
+        tail_decay=tail,
+        state_decay=read[..., -1:, :].transpose(2, 3),
     )
 
 
 def kda_terms(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> ChunkTerms:
-    """q, k, g [c, HV, C, K]; v [c, HV, C, V]; beta [c, HV, C]."""
-    total = cumulative_decay(g, -2)
-    coupling, scores = _decayed_products(k, q, total)
-    read = total.to(q.dtype).exp()
-    last = total[..., -1:, :]
+    """q, k, g [c, HV, C, K]; v [c, HV, C, V]; beta [c, HV, C].
+
+    The decay sits inside the products sum_channels x_i k_j exp(sum of g over j+1..i), x = k (strictly causal) or q
+    (causal). A block of 2b rows is cut in halves: for i in the lower and j in the upper one that sum is what remains of
+    the upper half after j plus what the lower half has up to i, so the quarter is a product of two decayed matrices.
+    """
+    *outer, rows, channels = k.shape
+    coupling, scores = (k.new_zeros(*outer, rows, rows) for _ in range(2))
+    scores.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
+    for half, prefix, suffix in _block_sums(g):
+        if half == rows:
+            break
+        k_blocks, q_blocks = (x.view(*outer, -1, 2, half, channels) for x in (k, q))
+        left, right = k_blocks[..., 0, :, :] * suffix.exp(), prefix.exp()
+        for x_blocks, result in ((k_blocks, coupling), (q_blocks, scores)):
+            _lower_left(result, half).copy_(_products(x_blocks[..., 1, :, :] * right, left))
+    read, tail = prefix.exp_(), suffix.exp_()
     return ChunkTerms(
         key_query=torch.cat((k * read, q * read), dim=-2),
         read_decay=None,
         value=v.unsqueeze(2),
         inverse=_inverse(coupling, beta).unsqueeze(2),
         scores=scores.unsqueeze(2),
-        tail_key=k * (last - total).to(q.dtype).exp_(),
+        tail_key=k * tail,
         tail_decay=None,
-        state_decay=last.to(q.dtype).exp().transpose(-1, -2).unsqueeze(-1),
+        state_decay=read[..., -1:, :].transpose(-1, -2).unsqueeze(-1),
     )
 
 
-def _decayed_products(k: torch.Tensor, q: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For x = k (strictly causal) and x = q (causal): sum over channels of x_i k_j exp(G_i - G_j).
+def _block_sums(g: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """For half = 1, 2, .. C / 2: (half, prefix, suffix) of the halves of blocks of 2 half rows of g [..., C, K].
 
-    A block of 2b rows is split in halves: its lower-left quarter is a product of x exp(G_i - G_m) and k exp(G_m - G_j),
-    m the last row of the upper half, both exponents at most 0 since j <= m < i. Halving again gives the other two
-    quarters, down to single rows. All arguments [..., C, K]; results [..., C, C].
+    prefix [..., C / 2 half, half, K]: sums over each lower half up to and including a row;
+    suffix, same shape: sums over each upper half after a row. Last, (C, prefix, suffix) of the whole chunk [..., C, K].
+    What is yielded is overwritten when the next is asked for.
     """
-    *outer, rows, channels = k.shape
-    coupling, scores = (k.new_zeros(*outer, rows, rows) for _ in range(2))
-    scores.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
-    half = rows // 2
-    while half:
-        k_blocks, q_blocks, blocks = (x.view(*outer, -1, 2, half, channels) for x in (k, q, total))
-        anchor = blocks[..., 0, -1:, :]
-        left = k_blocks[..., 0, :, :] * (anchor - blocks[..., 0, :, :]).to(k.dtype).exp_()
-        decay = (blocks[..., 1, :, :] - anchor).to(k.dtype).exp_()
-        for x_blocks, result in ((k_blocks, coupling), (q_blocks, scores)):
-            _lower_left(result, half).copy_(_products(x_blocks[..., 1, :, :] * decay, left))
-        half //= 2
-    return coupling, scores
+    *outer, rows, channels = g.shape
+    prefix, suffix, total = g.clone(), torch.zeros_like(g), g
+    half = 1
+    while half < rows:
+        halves = (*outer, rows // (2 * half), 2, half, channels)
+        lower, upper = prefix.view(halves)[..., 1, :, :], suffix.view(halves)[..., 0, :, :]
+        yield half, lower, upper
+        totals = total.view(*halves[:-2], 1, channels)
+        lower.add_(totals[..., 0, :, :])
+        upper.add_(totals[..., 1, :, :])
+        total = totals.sum(-3)
+        half *= 2
+    yield rows, prefix, suffix
 
 
 def _products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Chunked prefill in vectorised plain torch: every head and sequence at once, one step of the state per 64 tokens.
 
-Runs on any device where torch has FP64; on CUDA it is the fallback for shapes no Triton kernel takes. Operands are
-widened to FP32 (FP64 inputs stay FP64), products accumulate there. Matches `reference` up to that rounding.
+Runs on CUDA too, as the fallback for shapes no Triton kernel takes. Operands are widened to FP32 (FP64 stays FP64) and
+products accumulate there. Matches `reference` up to that rounding.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _CHUNK_HEADS = 512
 
 
 def usable(device: torch.device) -> tuple[bool, str]:
-    """Runs wherever torch computes in FP64."""
+    """Plain torch, tried on CPUs and CUDA devices."""
     if device.type in ("cpu", "cuda"):
         return True, ""
-    return False, f"it sums log decays in FP64 with plain torch, which is served on cpu and cuda, not on {device.type}"
+    return False, f"plain torch is served on cpu and cuda, not on {device.type}"
 
 
 def chunk_gated_delta_rule(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -108,13 +108,9 @@ def _query_key(call: Call, segment: Segment) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _value_decay_step(call: Call, segment: Segment) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """v [c, HV, C, V], g [c, HV, C] or [c, HV, C, K] in its own dtype, beta [c, HV, C]."""
+    """v [c, HV, C, V], g [c, HV, C] or [c, HV, C, K], beta [c, HV, C]."""
     dtype = _compute_dtype(call)
-    return (
-        _gather(call.v, segment, dtype),
-        _gather(call.g, segment, call.g.dtype),
-        _gather(call.beta, segment, dtype),
-    )
+    return _gather(call.v, segment, dtype), _gather(call.g, segment, dtype), _gather(call.beta, segment, dtype)
 
 
 def _gather(x: torch.Tensor, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
