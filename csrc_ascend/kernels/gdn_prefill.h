@@ -81,7 +81,7 @@ class GdnPrefill {
     HalfTile key_rows_, query_rows_, value_rows_, p_half_;
     FloatTile gate_, beta_compact_, gate_columns_, norm_columns_, norm_scratch_, minus_columns_;
     FloatTile sum_, other_, beta_spread_, key_norm_, query_scale_, from_start_, minus_beta_;
-    FloatTile lower_mask_, upper_mask_, strict_mask_, identity_;
+    FloatTile lower_mask_, upper_mask_, identity_;
     HalfTile Half(const FloatTile& tile) const { return tile.ReinterpretCast<half>(); }
     // L1
     HalfTile keys_, queries_, state_l1_, negative_a_, inverse_, sums_, right_side_, p_, new_values_, tail_values_;

@@ -13,13 +13,11 @@ __aicore__ inline void GdnPrefill::AllocateBuffers() {
     const int32_t half_state = key * value / 2;
     const int32_t y_floats = y_size > half_state ? y_size : half_state;
     const int32_t total = key * value + kChunk * (2 * key + value) / 2 + kChunk * value + y_floats + 3 * square +
-                          7 * kSpread + 6 * kChunk + 4 * kSquare;
+                          7 * kSpread + 6 * kChunk + 3 * kSquare;
     pipe_.InitBuffer(ub_, total * 4);
-    const FloatTile ub = ub_.Get<float>();
     auto take = [&](int32_t floats) {
-        const FloatTile tile = ub[at];
         at += floats;
-        return tile;
+        return ub_.GetWithOffset<float>(floats, (at - floats) * 4);
     };
     state_ub_ = take(key * value);
     key_rows_ = Half(take(kChunk * key / 2));
@@ -46,25 +44,22 @@ __aicore__ inline void GdnPrefill::AllocateBuffers() {
     minus_columns_ = take(kChunk);
     lower_mask_ = take(kSquare);
     upper_mask_ = take(kSquare);
-    strict_mask_ = take(kSquare);
     identity_ = take(kSquare);
 
     const int32_t keys = kChunk * key, values = kChunk * value;
-    pipe_.InitBuffer(l1_, (2 * keys + key * value + 3 * square + 4 * kSquare + 3 * values) * 2);
-    const HalfTile l1 = l1_.Get<half>();
+    pipe_.InitBuffer(l1_, (2 * keys + key * value + 3 * square - kChunk * kTile + 3 * kSquare + 3 * values) * 2);
     at = 0;
     auto take_l1 = [&](int32_t halves) {
-        const HalfTile tile = l1[at];
         at += halves;
-        return tile;
+        return l1_.GetWithOffset<half>(halves, (at - halves) * 2);
     };
     keys_ = take_l1(keys);
     queries_ = take_l1(keys);
     state_l1_ = take_l1(key * value);
-    negative_a_ = take_l1(square);
+    negative_a_ = take_l1(square - kChunk * kTile);   // its last strip is a diagonal tile
     inverse_ = take_l1(square);
     p_ = take_l1(square);
-    sums_ = take_l1(4 * kSquare);
+    sums_ = take_l1(3 * kSquare);
     right_side_ = take_l1(values);
     new_values_ = take_l1(values);
     tail_values_ = take_l1(values);
@@ -91,17 +86,18 @@ __aicore__ inline void GdnPrefill::AllocateBuffers() {
     change_ = attended_[values];
 }
 
-// Masks of a diagonal tile, added to exponents or multiplied, and the identity.
+// Masks of a diagonal tile, added to exponents, and the identity.
 __aicore__ inline void GdnPrefill::FillConstants() {
-    Duplicate(lower_mask_, 0.0f, 4 * kSquare);
+    Duplicate(lower_mask_, 0.0f, kSquare);
+    Duplicate(upper_mask_, 0.0f, kSquare);
+    Duplicate(identity_, 0.0f, kSquare);
     HA_VECTOR_BARRIER();
     for (int32_t row = 0; row < kTile; ++row) {
         const uint64_t all = (1ull << kTile) - 1, below = (1ull << row) - 1, self = 1ull << row;
         const uint64_t above_bits[2] = {all & ~below & ~self, 0}, not_above_bits[2] = {below | self, 0};
-        const uint64_t below_bits[2] = {below, 0}, self_bits[2] = {self, 0};
+        const uint64_t self_bits[2] = {self, 0};
         if (row + 1 < kTile) Duplicate(lower_mask_[row * kTile], kNever, above_bits, 1, 1, 8);
         Duplicate(upper_mask_[row * kTile], kNever, not_above_bits, 1, 1, 8);
-        if (row > 0) Duplicate(strict_mask_[row * kTile], 1.0f, below_bits, 1, 1, 8);
         Duplicate(identity_[row * kTile], 1.0f, self_bits, 1, 1, 8);
     }
 }
@@ -150,13 +146,11 @@ __aicore__ inline void GdnPrefill::StageInputs(int32_t tokens) {
         Duplicate(key_rows_[tokens * key], half(0.0f), (kChunk - tokens) * key);
         Duplicate(query_rows_[tokens * key], half(0.0f), (kChunk - tokens) * key);
         Duplicate(value_rows_[tokens * columns], half(0.0f), (kChunk - tokens) * columns);
-        HA_VECTOR_BARRIER();
     }
     const int32_t rows = state_.Rows(task_), columns = state_.Columns(task_);
     HA_ORDER(MTE3_V);
     Cast(Half(y_), state_ub_, RoundMode::CAST_NONE, rows * columns);
     HA_ORDER(V_MTE3);
-    HA_ORDER(MTE1_MTE3);
     RowsToL1(keys_, key_rows_, kChunk, key_tiles_);
     RowsToL1(queries_, query_rows_, kChunk, key_tiles_);
     DataCopy(state_l1_, Half(y_), rows * columns);
@@ -165,7 +159,6 @@ __aicore__ inline void GdnPrefill::StageInputs(int32_t tokens) {
 // [K; Q] S and [K; Q] K^T.
 __aicore__ inline void GdnPrefill::ReadProducts() {
     HA_ORDER(MTE3_MTE1);
-    HA_ORDER(M_MTE1);
     LoadLeft(kq_left_, keys_, kChunkTiles, key_tiles_, kChunkTiles);
     LoadLeft(kq_left_[kChunk * shape_.key_dim], queries_, kChunkTiles, key_tiles_, kChunkTiles);
     if (shape_.state_v_first) {
@@ -175,7 +168,6 @@ __aicore__ inline void GdnPrefill::ReadProducts() {
     }
     LoadColumnsTransposed(key_right_, keys_, key_tiles_);
     HA_ORDER(MTE1_M);
-    HA_ORDER(V_M);
     MultiplyLower(scores_, kq_left_, key_right_, key_tiles_);
     MultiplyLower(scores_[kChunk * kChunk], kq_left_[kChunk * shape_.key_dim], key_right_, key_tiles_);
     Multiply(read_, kq_left_, state_right_, 2 * kChunkTiles, value_tiles_, key_tiles_);
@@ -332,7 +324,6 @@ __aicore__ inline void GdnPrefill::DiagonalMultipliers() {
         }
     }
     HA_VECTOR_BARRIER();
-    HA_ORDER(MTE3_V);
     Spread(y_, columns, kChunk * kTile);
     // -A below the diagonal tiles.
     for (int32_t strip = 0; strip + 1 < kChunkTiles; ++strip) {
@@ -428,7 +419,6 @@ __aicore__ inline void GdnPrefill::NewValues() {
     HA_ORDER(M_V);
     DrainRows(x_, values_, value_tiles_);
     HA_VECTOR_BARRIER();
-    HA_ORDER(MTE3_V);
     Cast(Half(y_), x_, RoundMode::CAST_NONE, kChunk * columns);
     ScaleRows(x_, x_, sum_, kChunk, value_tiles_);
     HA_VECTOR_BARRIER();
@@ -479,10 +469,7 @@ __aicore__ inline void GdnPrefill::UpdateState() {
     for (int32_t part = 0; part < 2; ++part) {
         const FloatTile state = state_ub_[part * floats];
         // from_start_ has been scaled for the output: exp(G_last) comes from G again.
-        if (part == 0) {
-            HA_VECTOR_BARRIER();
-            Exp(from_start_, other_[(kChunk - 1) * 8], 8);
-        }
+        if (part == 0) Exp(from_start_, other_[(kChunk - 1) * 8], 8);
         HA_VECTOR_BARRIER();
         for (int32_t strip = 0; strip < step; ++strip)
             Mul(state[strip * rows * kSquare], state[strip * rows * kSquare], from_start_, kFloatMask, rows * kSquare / kFloatMask,

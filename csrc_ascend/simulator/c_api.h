@@ -40,6 +40,16 @@ int sim_launch(void* session, const char* kernel, uint32_t blocks, uint8_t* cons
 int sim_check_outputs(void* session, char* error, uint64_t error_size) {
     return Guarded(error, error_size, [&] { static_cast<AscendC::sim::Session*>(session)->CheckOutputs(); });
 }
+void sim_mutate(void* session, const char* kind, const char* file, int place) {
+    static_cast<AscendC::sim::Session*>(session)->Mutate(kind, file, place);
+}
+void sim_watch_places(void* session) { static_cast<AscendC::sim::Session*>(session)->WatchPlaces(); }
+// Writes "kind file place" lines and returns the bytes they take.
+uint64_t sim_places(void* session, char* out, uint64_t size) {
+    const std::string text = static_cast<AscendC::sim::Session*>(session)->Places();
+    std::snprintf(out, size, "%s", text.c_str());
+    return text.size();
+}
 void sim_counters(void* session, uint64_t* out) {
     std::memcpy(out, &static_cast<AscendC::sim::Session*>(session)->counters(), sizeof(AscendC::sim::Counters));
 }

@@ -9,6 +9,7 @@
 #include <array>
 #include <atomic>
 #include <cstdio>
+#include <set>
 #include <stdexcept>
 #include <vector>
 
@@ -71,6 +72,13 @@ struct Memory {
     std::vector<Cell> cells;
 };
 
+// One deliberate fault, for testing that the simulator notices: at one line of a kernel a flag or a barrier does nothing,
+// a layout is swapped, or the n-th view of a buffer is a block too small.
+struct Mutation {
+    std::string kind, file;
+    int place = 0;   // line, or n for a view
+};
+
 // A buffer handed out by TPipe::InitBuffer.
 struct Allocation {
     Hardware hardware = Hardware::UB;
@@ -121,6 +129,7 @@ class Core {
         counters = Counters{};
         event_ids.fill(0);
         open_tensors = 0;
+        views = 0;
     }
 
     Memory& At(Hardware hardware) { return memories[static_cast<int>(hardware) - 1]; }
@@ -245,7 +254,18 @@ class Core {
     };
     Flag& FlagOf(HardEvent event, int id) { return flags[static_cast<int>(event) * kEventIds + id]; }
 
+    // Notes that a fault could be planted here, and says whether this one is.
+    bool Faulty(const char* kind, Site at) { return Faulty(kind, at, at.line); }
+    bool Faulty(const char* kind, Site at, int place) {
+        if (places == nullptr && mutation == nullptr) return false;
+        const char* slash = std::strrchr(at.file, '/');
+        const std::string file = slash ? slash + 1 : at.file;
+        if (places != nullptr) places->insert(std::string(kind) + " " + file + " " + std::to_string(place));
+        return mutation != nullptr && mutation->place == place && mutation->kind == kind && mutation->file == file;
+    }
+
     void Set(HardEvent event, int id, Site at) {
+        if (Faulty("flag", at)) return;
         const EventPipes pipes = PipesOf(event);
         SetPlace(at, "SetFlag", pipes.source);
         CheckEventId(id);
@@ -258,6 +278,7 @@ class Core {
         ++counters.flags;
     }
     void Wait(HardEvent event, int id, Site at) {
+        if (Faulty("flag", at)) return;
         const EventPipes pipes = PipesOf(event);
         SetPlace(at, "WaitFlag", pipes.destination);
         CheckEventId(id);
@@ -268,6 +289,7 @@ class Core {
         row = Max(row, flag.snapshot);
     }
     void Barrier(pipe_t which, Site at) {
+        if (Faulty("barrier", at)) return;
         SetPlace(at, "PipeBarrier", which);
         ++counters.barriers;
         if (which == PIPE_ALL) {
@@ -322,6 +344,9 @@ class Core {
     std::vector<GmRegion*>* regions = nullptr;
     std::array<uint8_t, static_cast<int>(HardEvent::COUNT)> event_ids{};   // bit set: handed out by AllocEventID
     int open_tensors = 0;
+    int views = 0;
+    const Mutation* mutation = nullptr;
+    std::set<std::string>* places = nullptr;
     std::array<uint32_t, 8> clocks{};
     Lanes known[kPipeCount] = {};
     uint32_t small_mmad = 0;   // last Mmad too small to be ordered by the cube alone

@@ -17,6 +17,7 @@ void LoadData(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LoadDa
     src.CheckAlignment(32);
     if (params.repeatTimes < 1) core.Refuse("repeat", "must be 1 to 255, is 0");
     if (params.addrMode != 0) core.Refuse("address mode", "the simulator walks addresses upwards only");
+    const bool transpose = params.ifTranspose != core.Faulty("layout", at);
     for (uint32_t i = 0; i < params.repeatTimes; ++i) {
         const uint32_t from = src.Offset() + (params.startIndex + i * params.srcStride) * 512u;
         const uint32_t to = dst.Offset() + i * (params.dstGap + 1u) * 512u;
@@ -26,7 +27,7 @@ void LoadData(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LoadDa
         core.WriteRange(dst.Where(), to, 512);
         const auto* in = reinterpret_cast<const uint16_t*>(src.Bytes(from));
         auto* out = reinterpret_cast<uint16_t*>(dst.Bytes(to));
-        if (params.ifTranspose) {
+        if (transpose) {
             for (int row = 0; row < 16; ++row)
                 for (int column = 0; column < 16; ++column) out[column * 16 + row] = in[row * 16 + column];
         } else {

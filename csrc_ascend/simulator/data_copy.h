@@ -16,6 +16,12 @@ void CheckLocal(const LocalTensor<T>& tensor) {
     tensor.CheckAlignment(current->At(tensor.Where()).alignment);
 }
 
+// The planted fault "layout": what was gathered is scattered.
+inline DataCopyParams MaybeSwapped(DataCopyParams params, Site at) {
+    if (params.srcStride != params.dstStride && current->Faulty("layout", at)) std::swap(params.srcStride, params.dstStride);
+    return params;
+}
+
 inline DataCopyParams WholeCopy(uint64_t bytes) {
     if (bytes == 0 || bytes % 32 != 0 || bytes / 32 > 65535)
         current->Refuse("copy size", "must be a positive multiple of 32 bytes up to 2 MiB, is " + std::to_string(bytes));
@@ -26,8 +32,9 @@ inline DataCopyParams WholeCopy(uint64_t bytes) {
 
 // GM to UB or L1.
 template <typename T>
-void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataCopyParams& params, Site at = Site::Here()) {
+void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataCopyParams& given, Site at = Site::Here()) {
     sim::Core& core = *sim::current;
+    const DataCopyParams params = sim::MaybeSwapped(given, at);
     core.Begin(PIPE_MTE2, at, "DataCopy GM to local");
     sim::CheckCopy(params);
     sim::CheckLocal(dst);
@@ -83,8 +90,9 @@ void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Nd2Nz
 
 // UB to GM.
 template <typename T>
-void DataCopy(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyParams& params, Site at = Site::Here()) {
+void DataCopy(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyParams& given, Site at = Site::Here()) {
     sim::Core& core = *sim::current;
+    const DataCopyParams params = sim::MaybeSwapped(given, at);
     core.Begin(PIPE_MTE3, at, "DataCopy local to GM");
     sim::CheckCopy(params);
     sim::CheckLocal(src);
@@ -112,8 +120,9 @@ void DataCopy(const GlobalTensor<T>& dst, const LocalTensor<T>& src, uint32_t co
 
 // UB to L1, L1 to UB, UB to UB.
 template <typename T>
-void DataCopy(const LocalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyParams& params, Site at = Site::Here()) {
+void DataCopy(const LocalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyParams& given, Site at = Site::Here()) {
     sim::Core& core = *sim::current;
+    const DataCopyParams params = sim::MaybeSwapped(given, at);
     const Hardware from = src.Where(), to = dst.Where();
     const bool to_l1 = from == Hardware::UB && to == Hardware::L1, to_ub = from == Hardware::L1 && to == Hardware::UB;
     core.Begin(to_l1 ? PIPE_MTE3 : to_ub ? PIPE_MTE1 : PIPE_V, at, "DataCopy local to local");
@@ -148,8 +157,9 @@ void DataCopy(const LocalTensor<T>& dst, const LocalTensor<T>& src, uint32_t cou
 
 // L0C to UB, whole 16x16 fractals; float may be rounded to half on the way. Gaps: source in fractals, destination in 32 bytes.
 template <typename T>
-void DataCopy(const LocalTensor<T>& dst, const LocalTensor<float>& src, const DataCopyParams& params,
+void DataCopy(const LocalTensor<T>& dst, const LocalTensor<float>& src, const DataCopyParams& given,
               const DataCopyEnhancedParams& enhanced, Site at = Site::Here()) {
+    const DataCopyParams params = sim::MaybeSwapped(given, at);
     static_assert(std::is_same<T, float>::value || std::is_same<T, half>::value, "L0C holds float; it leaves as float or half");
     sim::Core& core = *sim::current;
     core.Begin(PIPE_V, at, "DataCopy L0C to UB");

@@ -55,6 +55,8 @@ class Session {
         auto work = [&] {
             auto core = std::make_unique<Core>(chip_);
             core->regions = &pointers_;
+            core->mutation = mutation_.kind.empty() ? nullptr : &mutation_;
+            core->places = watch_places_ ? &places_ : nullptr;
             current = core.get();
             for (uint32_t block = next++; block < blocks; block = next++) {
                 core->Reset(kernel, block, blocks);
@@ -77,6 +79,19 @@ class Session {
         for (auto& thread : pool) thread.join();
         ++launches_;
         if (!failure.empty()) throw Violation(failure);
+    }
+
+    // Plant a fault in the launches to come.
+    void Mutate(const char* kind, const char* file, int place) { mutation_ = {kind, file, place}; }
+    // Note where faults could be planted; for one thread.
+    void WatchPlaces() {
+        watch_places_ = true;
+        threads_ = 1;
+    }
+    std::string Places() const {
+        std::string text;
+        for (const std::string& place : places_) text += place + "\n";
+        return text;
     }
 
     // Every byte of every output must have been written by now.
@@ -102,6 +117,9 @@ class Session {
     std::vector<std::unique_ptr<std::string>> names_;
     std::vector<GmRegion*> pointers_;
     Counters counters_;
+    Mutation mutation_;
+    bool watch_places_ = false;
+    std::set<std::string> places_;
 };
 
 }  // namespace sim

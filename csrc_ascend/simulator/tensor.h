@@ -112,8 +112,9 @@ class TBuf {
         return LocalTensor<T>(GetPhyType(position), begin_, begin_, end_);
     }
     template <typename T>
-    LocalTensor<T> GetWithOffset(uint32_t count, uint32_t byte_offset) const {
-        const uint32_t at = begin_ + byte_offset, end = at + count * static_cast<uint32_t>(sizeof(T));
+    LocalTensor<T> GetWithOffset(uint32_t count, uint32_t byte_offset, Site site = Site::Here()) const {
+        const uint32_t shrunk = sim::current->Faulty("view", site, ++sim::current->views) ? 32 : 0;
+        const uint32_t at = begin_ + byte_offset, end = at + count * static_cast<uint32_t>(sizeof(T)) - shrunk;
         if (end > end_)
             sim::current->RefuseAt(GetPhyType(position), begin_, "buffer bounds",
                                    "a view of " + std::to_string(byte_offset) + " + " +

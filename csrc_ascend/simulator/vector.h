@@ -319,9 +319,14 @@ void CheckRound(RoundMode mode) {
 // float to half (nearest even, or odd) and half to float.
 template <typename T, typename U>
 void Cast(const LocalTensor<T>& dst, const LocalTensor<U>& src, RoundMode mode, uint64_t mask, int64_t repeatTimes,
-          const UnaryRepeatParams& params, Site at = Site::Here()) {
+          const UnaryRepeatParams& given, Site at = Site::Here()) {
     sim::current->Begin(PIPE_V, at, "Cast");
     sim::CheckRound<T, U>(mode);
+    UnaryRepeatParams params = given;
+    if (params.dstBlkStride != params.srcBlkStride && sim::current->Faulty("layout", at)) {
+        std::swap(params.dstBlkStride, params.srcBlkStride);
+        std::swap(params.dstRepStride, params.srcRepStride);
+    }
     const sim::Mask lanes = sim::Mask::FirstOf(mask, sim::ElementsOf<T, U>());
     if (mode == RoundMode::CAST_ODD) {
         sim::RunUnary<false>(dst, src, lanes, repeatTimes, params, [](float a, float) { return sim::RoundToHalfOdd(a); });

@@ -134,6 +134,9 @@ def load(path: Path) -> ctypes.CDLL:
         ("sim_launch", ctypes.c_int, [pointer, text, ctypes.c_uint32, pointer, pointer, size]),
         ("sim_check_outputs", ctypes.c_int, [pointer, pointer, size]),
         ("sim_counters", None, [pointer, pointer]),
+        ("sim_mutate", None, [pointer, text, text, ctypes.c_int]),
+        ("sim_watch_places", None, [pointer]),
+        ("sim_places", size, [pointer, pointer, size]),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -31,11 +32,11 @@ class Task:
 def make_tasks(bounds: list[int], num_value_heads: int, value_dim: int, cores: int) -> list[list[Task]]:
     """Each core's tasks: whole heads while there are enough for all cores, then heads split by value columns.
 
-    The heads left over after the last full round are split in two (each half on its own core) as long as cores are idle.
+    Of the heads left over after the last full round, as many are split in two as there are idle cores.
     """
     units: list[Task] = []
     gate_begin = 0
-    for sequence, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for sequence, (begin, end) in enumerate(pairwise(bounds)):
         units += [Task(begin, end - begin, sequence, head, 0, value_dim, gate_begin) for head in range(num_value_heads)]
         gate_begin += -(-(end - begin) // CHUNK) * CHUNK
     units.sort(key=lambda unit: -unit.token_count)
@@ -56,18 +57,17 @@ def make_tasks(bounds: list[int], num_value_heads: int, value_dim: int, cores: i
 
 
 def _columns(unit: Task, begin: int, count: int) -> Task:
-    return Task(
-        unit.token_begin, unit.token_count, unit.sequence, unit.head, begin, count, unit.gate_begin
-    )
+    return Task(unit.token_begin, unit.token_count, unit.sequence, unit.head, begin, count, unit.gate_begin)
 
 
 @dataclass(frozen=True)
 class Result:
-    """o [B, T, HV, V] FP16, the final state in the state dtype or None, and what the simulator counted."""
+    """o [B, T, HV, V] FP16, the final state in the state dtype or None, counters, and where faults could be planted."""
 
     o: torch.Tensor
     final_state: torch.Tensor | None
     counters: Counters
+    places: set[tuple[str, str, int]]
 
 
 def run_prefill(
@@ -79,16 +79,17 @@ def run_prefill(
     blocks: list[list[Task]] | None = None,
     threads: int | None = None,
     mutation: tuple[str, str, int] | None = None,
+    watch_places: bool = False,
 ) -> Result:
-    """Run "gdn" or "kda" prefill. `blocks` replaces the tasks of `make_tasks`.
+    """Run "gdn" or "kda" prefill. `blocks` replaces the tasks of `make_tasks`; the last two arguments are for tests.
 
     Raises SimulatorViolation when the kernel breaks a rule of the chip.
     """
     batch, num_tokens, num_heads, key_dim = call.q.shape
     num_value_heads, value_dim = call.v.shape[2:]
     bounds = call.sequence_bounds()
-    gates = _padded(call.g.float().reshape(batch * num_tokens, num_value_heads, -1), bounds)
-    beta = _padded(call.beta.float().reshape(batch * num_tokens, num_value_heads, 1), bounds)
+    gates = _padded(call.g.float().flatten(0, 1), bounds)
+    beta = _padded(call.beta.float().flatten(0, 1), bounds)
     states = (len(bounds) - 1, num_value_heads, key_dim, value_dim)
     if call.state_v_first:
         states = (*states[:2], value_dim, key_dim)
@@ -98,14 +99,16 @@ def run_prefill(
     if blocks is None:
         blocks = make_tasks(bounds, num_value_heads, value_dim, load_chip(chip).cores)
     tasks, block_tasks = _task_table(blocks)
-    shape = _ints(
-        [num_heads, num_value_heads, key_dim, value_dim, gates.shape[1], initial is not None, final is not None]
-        + [state_dtype == torch.float16, call.state_v_first, call.use_qk_l2norm_in_kernel]
-        + [struct.unpack("<i", struct.pack("<f", call.scale))[0], batch * num_tokens]
-    )
+    scale_bits = struct.unpack("<i", struct.pack("<f", call.scale))[0]
+    sizes = [num_heads, num_value_heads, key_dim, value_dim, gates.shape[1]]
+    options = [initial is not None, final is not None, state_dtype == torch.float16]
+    options += [call.state_v_first, call.use_qk_l2norm_in_kernel]
+    shape = _ints([*sizes, *options, scale_bits, batch * num_tokens])
     with Session(chip, threads=threads) as session:
         if mutation is not None:
             session.mutate(*mutation)
+        if watch_places:
+            session.watch_places()
         arguments: list[torch.Tensor | None] = []
         inputs = {"q": call.q, "k": call.k, "v": call.v, "g": gates, "beta": beta, "initial_state": initial}
         for name, tensor in inputs.items():
@@ -114,14 +117,14 @@ def run_prefill(
             arguments.append(None if output is None else session.register(name, output, "out"))
         session.launch(f"{op}_prefill", len(blocks), [*arguments, tasks, block_tasks, shape])
         session.check_outputs()
-        return Result(o, final, session.counters())
+        return Result(o, final, session.counters(), session.places() if watch_places else set())
 
 
 def _padded(values: torch.Tensor, bounds: list[int]) -> torch.Tensor:
-    """[tokens, HV, X] to [HV, padded tokens, X]: each sequence begins at a multiple of a chunk, zeros fill the rest."""
-    lengths = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
+    """[tokens, HV, ...] to [HV, padded tokens, ...]: each sequence begins at a multiple of a chunk, zeros fill up."""
+    lengths = [end - begin for begin, end in pairwise(bounds)]
     total = sum(-(-length // CHUNK) * CHUNK for length in lengths)
-    out = values.new_zeros(values.shape[1], max(total, CHUNK), values.shape[2])
+    out = values.new_zeros(values.shape[1], max(total, CHUNK), *values.shape[2:])
     at = 0
     for begin, length in zip(bounds, lengths, strict=False):
         out[:, at : at + length] = values[begin : begin + length].transpose(0, 1)

@@ -108,6 +108,22 @@ class Session:
         if self._library.sim_check_outputs(self._handle, error, _ERROR_BYTES):
             raise SimulatorViolation(error.value.decode(errors="replace"))
 
+    def mutate(self, kind: str, file: str, place: int) -> None:
+        """Plant a fault: kind "flag", "barrier" or "layout" at a line of a kernel file, or "view" with its number."""
+        self._library.sim_mutate(self._handle, kind.encode(), file.encode(), place)
+
+    def watch_places(self) -> None:
+        """Note, from now on, where faults could be planted; launches run on one thread."""
+        self._library.sim_watch_places(self._handle)
+
+    def places(self) -> set[tuple[str, str, int]]:
+        """(kind, file, place) of every fault that `mutate` could have planted since `watch_places`."""
+        size = self._library.sim_places(self._handle, None, 0) + 1
+        text = ctypes.create_string_buffer(size)
+        self._library.sim_places(self._handle, text, size)
+        rows = (line.split() for line in text.value.decode().splitlines())
+        return {(kind, file, int(place)) for kind, file, place in rows}
+
     def counters(self) -> Counters:
         """Everything counted since the session was opened."""
         values = (ctypes.c_uint64 * len(fields(Counters)))()

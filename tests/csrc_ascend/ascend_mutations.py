@@ -1,0 +1,66 @@
+"""Planted faults: every flag, barrier, layout and buffer of a kernel in turn, and what notices them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from ascend_problems import make_call
+
+from vllm_ext.ops.linear_attention.ascend_sim.prefill import Task, run_prefill
+from vllm_ext.ops.linear_attention.ascend_sim.session import SimulatorViolation
+from vllm_ext.ops.linear_attention.problem import Call
+
+Place = tuple[str, str, int]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small call that reaches part of a kernel."""
+
+    call: Call
+    state_dtype: torch.dtype
+    blocks: list[list[Task]] | None = None
+
+
+def cases(op: str) -> list[Case]:
+    """Together they run every line of the kernel; the first finds most faults."""
+    two_heads_one_core = [[Task(0, 130, 0, head, 0, 128, 0) for head in range(2)]]
+    return [
+        Case(make_call(op, tokens=130, value_heads=2, normalise=True), torch.float32, two_heads_one_core),
+        Case(make_call(op, tokens=130, value_heads=2, state_v_first=False, seed=1), torch.float32, two_heads_one_core),
+        Case(make_call(op, tokens=64, value_heads=2, key_dim=64, value_dim=64, seed=2), torch.float16),
+        Case(make_call(op, tokens=70, bounds=[0, 0, 70], seed=4), torch.float32),
+        Case(make_call(op, tokens=100, bounds=[0, 36, 36, 100], initial=False, seed=3), torch.float16),
+    ]
+
+
+def places(op: str) -> set[Place]:
+    """Every fault that can be planted in the kernel of `op`."""
+    found: set[Place] = set()
+    for case in cases(op):
+        found |= _run(op, case, watch_places=True).places
+    return found
+
+
+def notices(op: str, place: Place, expected: list[tuple[torch.Tensor, torch.Tensor]]) -> str:
+    """How the fault is noticed: the rule broken, "wrong numbers", or "" when it survives every case."""
+    for case, (o, state) in zip(cases(op), expected, strict=True):
+        try:
+            result = _run(op, case, mutation=place)
+        except SimulatorViolation as violation:
+            message = str(violation)
+            return message[message.index("[") + 1 : message.index("]")]
+        if not (torch.equal(result.o, o) and torch.equal(result.final_state, state)):
+            return "wrong numbers"
+    return ""
+
+
+def expected(op: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What the kernel computes without a fault."""
+    results = [_run(op, case) for case in cases(op)]
+    return [(result.o, result.final_state) for result in results]
+
+
+def _run(op: str, case: Case, **options):
+    return run_prefill(op, case.call, state_dtype=case.state_dtype, blocks=case.blocks, threads=1, **options)
