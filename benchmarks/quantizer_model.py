@@ -43,7 +43,7 @@ class Size:
 
 
 FULL = Size(512, 6, 8, 16, 384, 512, 48, 4000, 140.0, 120_000_000)
-SMOKE = Size(64, 2, 2, 4, 48, 64, 4, 4, 20.0, 400_000)
+SMOKE = Size(128, 2, 2, 4, 128, 64, 4, 4, 20.0, 400_000)
 # What two CPU cores can train in a quarter of an hour.
 CPU = Size(256, 4, 4, 8, 192, 128, 16, 2500, 1500.0, 20_000_000)
 

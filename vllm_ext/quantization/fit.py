@@ -76,8 +76,8 @@ def steps(groups: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 
 def round_codes(values: torch.Tensor) -> torch.Tensor:
-    """Codes uint8 nearest to `values`, which are overwritten."""
-    return values.round_().clamp_(0, TOP).to(torch.uint8)
+    """Codes uint8 nearest to `values`."""
+    return values.round().clamp_(0, TOP).to(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -154,10 +154,11 @@ def fit(
     reference = grid
     t = steps(groups, reference)
     t_sum = t.sum(-1)
-    codes = round_codes(t.clone())
+    codes = round_codes(t)
     for step in range(REFINEMENTS):
         grid = refit(moments(t, t_sum, codes), reference, grid, kind, store)
         if step + 1 < REFINEMENTS:
-            ratio = (reference.scale / grid.scale)[..., None]
-            codes = round_codes(torch.addcmul(grid.zero[..., None], t - reference.zero[..., None], ratio))
+            ratio = reference.scale / grid.scale
+            shift = grid.zero - reference.zero * ratio
+            codes = round_codes(torch.addcmul(shift[..., None], t, ratio[..., None]))
     return codes, grid
