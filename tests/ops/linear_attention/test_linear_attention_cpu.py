@@ -81,7 +81,7 @@ def test_workspace_limit_changes_how_the_work_is_cut_and_nothing_else(error, op,
     operands = sample_operands(op, 1, sum(lengths), 1, 2, 16, 16, dtype=torch.float64)
     state = sample_state(len(lengths), 2, 16, 16)
     for limit in (1, 4, 6, 10_000):
-        monkeypatch.setattr(cpu, "_CHUNK_HEADS", limit)
+        monkeypatch.setitem(cpu._CHUNK_HEADS, "cpu", limit)
         check_against_reference(error, op, operands, torch.float64, initial_state=state, cu_seqlens=offsets(lengths))
 
 
