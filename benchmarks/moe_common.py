@@ -85,10 +85,8 @@ def prepare_with_planes(
     """The Triton backend's `prepare` with given plane widths, for the tuner."""
     tensors: dict[str, torch.Tensor] = {}
     for name, weight, gated, plane in (("w13", w13, True, planes[0]), ("w2", w2, False, planes[1])):
-        kernel = to_kernel_order(weight, gated, plane)
-        tensors[f"{name}_words"], tensors[f"{name}_scale"] = kernel.words, kernel.scale
-        if kernel.zero_point is not None:
-            tensors[f"{name}_zero_point"] = kernel.zero_point
+        kernel = to_kernel_order(weight, gated, torch.bfloat16, plane)
+        tensors[f"{name}_words"], tensors[f"{name}_factors"] = kernel.words, kernel.factors
     return PreparedExperts(experts_meta(backend.NAME, w13, w2, torch.bfloat16), tensors)
 
 

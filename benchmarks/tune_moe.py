@@ -33,21 +33,47 @@ from vllm_ext.benchmarks.moe_common import (
 
 from vllm_ext.ops.moe.experts import CallOptions, PreparedExperts
 from vllm_ext.ops.moe.triton import backend, config
-from vllm_ext.ops.moe.triton.align import align
 from vllm_ext.ops.moe.triton.config import GemmConfig, LaunchConfig
 
 TOKENS = (1, 8, 32, 64, 256, 1024, 4096)
 ROUTINGS = 6
-# (rows, warps, stages) worth trying for a block of so many tokens, and where the scale may be applied.
-_TILES: dict[int, tuple[tuple[tuple[int, int, int], ...], tuple[str, ...]]] = {
-    16: (((32, 4, 4), (64, 4, 3), (64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 4, 4), (128, 8, 4)), ("sum",)),
-    32: (
-        ((64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 4, 4), (128, 8, 3), (128, 8, 4), (256, 8, 3)),
+# For a block of so many tokens: (rows, warps, stages, register limit) worth trying, and where the scale may be applied.
+# Fewer registers mean more programs on a multiprocessor.
+_Tile = tuple[int, int, int, int | None]
+_TILES: dict[int, tuple[tuple[_Tile, ...], tuple[str, ...]]] = {
+    16: (
+        (
+            *((64, 4, 3, None), (64, 4, 4, None), (64, 4, 6, None), (128, 4, 3, None), (128, 4, 4, None)),
+            *((128, 4, 4, 128), (128, 4, 5, None), (128, 8, 4, None)),
+        ),
         ("sum",),
     ),
-    64: (((64, 4, 3), (128, 4, 3), (128, 4, 4), (128, 8, 3), (128, 8, 4), (256, 8, 3)), ("sum", "operand")),
-    128: (((64, 4, 3), (128, 4, 3), (128, 8, 3), (128, 8, 4), (256, 8, 3)), ("sum", "operand")),
-    256: (((64, 4, 3), (128, 8, 3)), ("operand",)),
+    32: (
+        (
+            (64, 4, 4, None),
+            (128, 4, 3, None),
+            (128, 4, 4, None),
+            (128, 8, 3, None),
+            (128, 8, 4, None),
+            (256, 8, 3, None),
+        ),
+        ("sum", "operand"),
+    ),
+    64: (
+        (
+            *((64, 4, 3, None), (64, 4, 4, None), (128, 4, 3, None), (128, 4, 3, 168), (128, 4, 4, None)),
+            *((128, 8, 3, None), (128, 8, 3, 128), (256, 8, 3, None)),
+        ),
+        ("sum", "operand"),
+    ),
+    128: (
+        (
+            *((64, 4, 3, None), (128, 8, 2, 128), (128, 8, 3, 128), (128, 8, 3, None), (128, 8, 4, None)),
+            *((256, 8, 2, None), (256, 8, 3, None)),
+        ),
+        ("operand",),
+    ),
+    256: (((64, 4, 2, None), (128, 8, 2, None), (128, 8, 3, None)), ("operand",)),
 }
 
 
@@ -56,19 +82,16 @@ class Candidate:
     """One way to run one of the two GEMMs ("gate_up" or "down"), on weights laid out in planes of `plane` columns."""
 
     gemm: str
-    block_tokens: int
     plane: int
     config: GemmConfig
 
 
-def candidates(planes13: list[int], planes2: list[int]) -> list[Candidate]:
-    """Every candidate of both GEMMs."""
+def gemm_configs() -> list[GemmConfig]:
+    """Every configuration worth trying."""
     made = []
     for tokens, (tiles, scalings) in _TILES.items():
-        for (rows, warps, stages), scaling in itertools.product(tiles, scalings):
-            gemm = GemmConfig(rows, warps, stages, scaling)
-            made += [Candidate("gate_up", tokens, plane, gemm) for plane in planes13]
-            made += [Candidate("down", tokens, plane, gemm) for plane in planes2]
+        for (rows, warps, stages, registers), scaling in itertools.product(tiles, scalings):
+            made.append(GemmConfig(tokens, rows, warps, stages, scaling, registers))
     return made
 
 
@@ -85,34 +108,39 @@ class Layer:
 
     def __init__(self, shape: Shape, experts: PreparedExperts, tokens: int, block_tokens: int, count: int) -> None:
         device = experts.tensors["w13_words"].device
-        meta = experts.meta
         self.experts = experts
         self.options = CallOptions(activation=shape.activation)
         self.x = torch.randn(tokens, shape.hidden, device=device, dtype=torch.bfloat16)
-        self.routings = routings(shape, tokens, count, device)
-        self.aligned = [
-            align(self.x, ids % meta.num_experts, None, meta.num_experts, block_tokens, shape.group_w13)
-            for _, ids in self.routings
-        ]
-        self.block_tokens = block_tokens
+        self.weights, ids = zip(*routings(shape, tokens, count, device), strict=True)
+        self.ids = [i % experts.meta.num_experts for i in ids]
+        self.aligned = [backend.align_call(self.x, i, None, experts, (block_tokens, block_tokens)) for i in self.ids]
+        # The second GEMM reads what the first has written, in any configuration.
+        self.first = GemmConfig(block_tokens, 128, 4, 1)
         self.inner: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def gate_up(self, gemm: GemmConfig) -> list[Callable[[], tuple[torch.Tensor, torch.Tensor]]]:
         """One call a routing."""
-        launch = LaunchConfig(self.block_tokens, gemm, gemm)
+        launch = LaunchConfig(gemm, gemm)
         return [
             partial(backend.gate_up, launch, self.x, self.experts, weights, aligned, weights.shape[1], self.options)
-            for aligned, (weights, _) in zip(self.aligned, self.routings, strict=True)
+            for aligned, weights in zip(self.aligned, self.weights, strict=True)
         ]
 
     def down(self, gemm: GemmConfig) -> list[Callable[[], torch.Tensor]]:
         """One call a routing; the first GEMM has run once, before."""
-        launch = LaunchConfig(self.block_tokens, GemmConfig(128, 4, 1), gemm)
+        launch = LaunchConfig(self.first, gemm)
         if not self.inner:
-            self.inner = [call() for call in self.gate_up(launch.gate_up)]
+            self.inner = [call() for call in self.gate_up(self.first)]
         return [
             partial(backend.down, launch, inner, sums, self.experts, aligned)
             for aligned, (inner, sums) in zip(self.aligned, self.inner, strict=True)
+        ]
+
+    def whole(self, launch: LaunchConfig) -> list[Callable[[], torch.Tensor]]:
+        """The whole layer, one call a routing."""
+        return [
+            partial(backend.run, launch, self.x, self.experts, weights, ids, None, self.options)
+            for weights, ids in zip(self.weights, self.ids, strict=True)
         ]
 
 
@@ -123,12 +151,13 @@ def _compile(task: tuple[Shape, Candidate]) -> str | None:
     """Compile one candidate in a worker; the reason when it cannot run."""
     shape, candidate = task
     device = torch.device("cuda", 0)
-    key = f"{shape.name} {candidate.gemm} {candidate.plane} {candidate.block_tokens}"
+    tokens = candidate.config.block_tokens
+    key = f"{shape.name} {candidate.gemm} {candidate.plane} {tokens}"
     try:
         if key not in _WORKER:
             planes = (candidate.plane, None) if candidate.gemm == "gate_up" else (None, candidate.plane)
             experts = prepare_with_planes(*random_experts(shape, "float", device, experts=2), planes)
-            _WORKER[key] = Layer(shape, experts, 1, candidate.block_tokens, 1)
+            _WORKER[key] = Layer(shape, experts, 1, tokens, 1)
         getattr(_WORKER[key], candidate.gemm)(candidate.config)[0]()
         torch.cuda.synchronize()
     except Exception as error:
@@ -164,37 +193,29 @@ def sweep(
             for block in blocks:
                 layer = Layer(shape, experts, count, block, ROUTINGS)
                 for candidate in wanted:
-                    if (candidate.gemm, candidate.plane, candidate.block_tokens) != (gemm, plane, block):
+                    if (candidate.gemm, candidate.plane, candidate.config.block_tokens) != (gemm, plane, block):
                         continue
                     milliseconds = graph_milliseconds(getattr(layer, gemm)(candidate.config), replays)
                     rows.append(
-                        {"gemm": gemm, "plane": plane, "tokens": count, "block_tokens": block}
-                        | {"ms": milliseconds, "config": vars(candidate.config)}
+                        {"gemm": gemm, "plane": plane, "tokens": count, "ms": milliseconds}
+                        | {"config": vars(candidate.config)}
                     )
             print(f"\r{shape.name} {gemm} plane {plane} M={count}   ", end="", file=sys.stderr)
     print(file=sys.stderr, flush=True)
     return rows
 
 
-def best(rows: list[dict[str, Any]], tokens: int, planes: tuple[int, int]) -> tuple[LaunchConfig, float] | None:
-    """The pair of GEMM configurations, on one block size, with the least total time."""
-    found = None
-    for block in sorted({row["block_tokens"] for row in rows}):
-        pair = []
-        for gemm, plane in zip(("gate_up", "down"), planes, strict=True):
-            fit = [
-                r
-                for r in rows
-                if (r["gemm"], r["plane"], r["tokens"], r["block_tokens"]) == (gemm, plane, tokens, block)
-            ]
-            pair.append(min(fit, key=lambda r: float(r["ms"]), default=None))
-        if pair[0] is None or pair[1] is None:
-            continue
-        total = pair[0]["ms"] + pair[1]["ms"]
-        if found is None or total < found[1]:
-            launch = LaunchConfig(block, GemmConfig(**pair[0]["config"]), GemmConfig(**pair[1]["config"]))
-            found = (launch, total)
-    return found
+def best(rows: list[dict[str, Any]], tokens: int, planes: tuple[int, int]) -> tuple[LaunchConfig, float]:
+    """The fastest configuration of each GEMM, and the sum of their times."""
+    pair = [
+        min(
+            (row for row in rows if (row["gemm"], row["plane"], row["tokens"]) == (gemm, plane, tokens)),
+            key=lambda row: float(row["ms"]),
+        )
+        for gemm, plane in zip(("gate_up", "down"), planes, strict=True)
+    ]
+    launch = LaunchConfig(GemmConfig(**pair[0]["config"]), GemmConfig(**pair[1]["config"]))
+    return launch, pair[0]["ms"] + pair[1]["ms"]
 
 
 def main(argv: list[str]) -> int:
@@ -216,28 +237,29 @@ def main(argv: list[str]) -> int:
     table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"shapes": {}}
     for name in args.shape:
         shape = SHAPES[name]
-        default = prepare_with_planes(*random_experts(shape, "float", device, experts=1), (None, None))
-        natural = tuple(default.tensors[f"{w}_words"].shape[3] for w in ("w13", "w2"))
+        device_experts = random_experts(shape, "float", device)
+        natural = prepare_with_planes(*device_experts, (None, None))
+        own = (natural.tensors["w13_words"].shape[3], natural.tensors["w2_words"].shape[3])
         blocks = {b for m in args.tokens for b in block_tokens_for(m * shape.top_k / shape.experts)}
-        wanted = [
-            c
-            for c in candidates(args.planes_w13 or [natural[0]], args.planes_w2 or [natural[1]])
-            if c.block_tokens in blocks
-        ]
+        configs = [gemm for gemm in gemm_configs() if gemm.block_tokens in blocks]
+        planes = {"gate_up": args.planes_w13 or [own[0]], "down": args.planes_w2 or [own[1]]}
+        wanted = [Candidate(g, plane, c) for g in planes for plane in planes[g] for c in configs]
         failed = compile_all(shape, wanted, args.workers)
         for candidate, reason in failed.items():
-            print(f"cannot run {candidate}: {reason}")
+            print(f"cannot run {candidate}: {reason}", file=sys.stderr)
         rows = sweep(shape, [c for c in wanted if c not in failed], tuple(args.tokens), device)
         raw[name] = rows
         entries = {}
         for tokens in args.tokens:
-            for planes in itertools.product(args.planes_w13 or [natural[0]], args.planes_w2 or [natural[1]]):
-                chosen = best(rows, tokens, planes)
-                if chosen is not None:
-                    print(f"{name} M={tokens} planes {planes}: {chosen[1]:.4f} ms {chosen[0].to_json()}")
-                    if planes == natural:
-                        entries[f"{tokens * shape.top_k / shape.experts:g}"] = chosen[0].to_json()
-        table["shapes"][config.shape_key(default.meta, shape.top_k).replace("_E1_", f"_E{shape.experts}_")] = entries
+            for pair in itertools.product(planes["gate_up"], planes["down"]):
+                launch, total = best(rows, tokens, pair)
+                line = f"{name} M={tokens} planes {pair}: GEMMs {total:.4f} ms"
+                if pair == own:
+                    layer = Layer(shape, natural, tokens, 16, ROUTINGS)
+                    line += f", layer {graph_milliseconds(layer.whole(launch)):.4f} ms"
+                    entries[f"{tokens * shape.top_k / shape.experts:g}"] = launch.to_json()
+                print(line, [tuple(vars(gemm).values()) for gemm in (launch.gate_up, launch.down)], flush=True)
+        table["shapes"][config.shape_key(natural.meta, shape.top_k)] = entries
     if args.raw:
         args.raw.write_text(json.dumps(raw), encoding="utf-8")
     if not args.dry_run:

@@ -1,7 +1,10 @@
-"""Group slots by expert on the device: one launch, no host synchronisation, no atomics, the same order every time.
+"""Group slots by expert on the device: no host synchronisation, no atomics, the same order every time.
 
 A slot is one (token, k) pair of the routing, numbered m * top_k + k. Slots are listed expert by expert, in rising
-order within an expert, and every expert's list is cut into blocks of at most `block_tokens` slots.
+order within an expert, and every expert's list is cut into blocks, for each of the two GEMMs in its own block size.
+
+Few slots take one launch, in which every expert's program reads all ids. Many take three: count the ids of each chunk
+of slots, turn the counts into places, put the slots there.
 """
 
 # Triton's functions take tensors and compile-time values of any kind.
@@ -14,23 +17,27 @@ import torch
 import triton
 import triton.language as tl
 
-_CHUNK = 4096
+from vllm_ext.ops.moe.triton.pdl import dependent_launch, wait_for_previous
+
+_ONE_LAUNCH_SLOTS = 4096
+_PLACE_SLOTS = 256
+_MAX_CHUNKS = 256
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """sorted_slots int32 [S]; blocks int32 [max_blocks, 4]: (expert, first place in sorted_slots, slots, unused);
-    num_blocks int32 [1] is how many of them are real; group_sums FP32 [M, groups] of the activations."""
+    """Where the slots are.
+
+    sorted_slots  int32 [S]
+    blocks        int32 [max_blocks, 4] of the first GEMM: (expert, first place in sorted_slots, slots, nothing), with 0
+                  slots in blocks that this routing does not need; down_blocks likewise of the second
+    group_sums    FP32 [M, runs], sums of the activations
+    """
 
     sorted_slots: torch.Tensor
     blocks: torch.Tensor
-    num_blocks: torch.Tensor
+    down_blocks: torch.Tensor
     group_sums: torch.Tensor
-
-    @property
-    def max_blocks(self) -> int:
-        """Blocks that any routing of so many slots can need."""
-        return self.blocks.shape[0]
 
 
 @triton.jit
@@ -44,66 +51,195 @@ def local_expert(ids, valid, expert_map, num_experts, num_global, HAS_MAP: tl.co
     return tl.where(valid & (ids >= 0) & (ids < num_experts), ids, -1)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_tokens"])
+@triton.jit
+def _write_blocks(blocks, max_blocks, counts, first, count, BINS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """This program's blocks, at their places after those of the experts before; program 0 clears the unused ones."""
+    pid = tl.program_id(0)
+    needed = (counts + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    place = tl.sum(tl.where(tl.arange(0, BINS) < pid, needed, 0))
+    for done in range(0, count, BLOCK_TOKENS):
+        entry = blocks + (place + done // BLOCK_TOKENS) * 4
+        tl.store(entry, pid)
+        tl.store(entry + 1, first + done)
+        tl.store(entry + 2, tl.minimum(count - done, BLOCK_TOKENS))
+    if pid == 0:
+        for unused in range(tl.sum(needed), max_blocks, 128):
+            clear = unused + tl.arange(0, 128)
+            tl.store(blocks + clear * 4 + 2, 0, mask=clear < max_blocks)
+
+
+@triton.jit
+def _load_experts(topk_ids, slot, num_slots, expert_map, num_experts, num_global, HAS_MAP: tl.constexpr):
+    ids = tl.load(topk_ids + slot, mask=slot < num_slots, other=-1)
+    return local_expert(ids, slot < num_slots, expert_map, num_experts, num_global, HAS_MAP)
+
+
+@triton.jit
+def _sum_token(
+    x, group_sums, token, x_stride, columns, SUM_WIDTH: tl.constexpr, SUMS: tl.constexpr, POW2: tl.constexpr
+):
+    """One token's sums over runs of columns."""
+    token = token.to(tl.int64)
+    run = tl.arange(0, POW2)
+    k = run[:, None] * SUM_WIDTH + tl.arange(0, SUM_WIDTH)[None, :]
+    value = tl.load(x + token * x_stride + k, mask=k < columns, other=0.0).to(tl.float32)
+    tl.store(group_sums + token * SUMS + run, tl.sum(value, 1), mask=run < SUMS)
+
+
+@triton.jit(
+    do_not_specialize=["num_slots", "max_blocks", "other_max_blocks"],
+    do_not_specialize_on_alignment=["topk_ids", "expert_map"],
+)
 def _align_kernel(
     topk_ids,
     expert_map,
     x,
     sorted_slots,
     blocks,
-    num_blocks,
+    other_blocks,
     group_sums,
     num_slots,
-    num_tokens,
+    max_blocks,
+    other_max_blocks,
     num_experts,
     num_global,
     x_stride,
     columns,
     HAS_MAP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    OTHER_BLOCK_TOKENS: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
     SUM_WIDTH: tl.constexpr,
     SUMS: tl.constexpr,
     SUMS_POW2: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """Programs 0 to E - 1 each list one expert's slots and blocks; the others each sum one token's activations."""
+    wait_for_previous(PDL)
     pid = tl.program_id(0)
     if pid >= num_experts:
-        token = (pid - num_experts).to(tl.int64)
-        sum_id = tl.arange(0, SUMS_POW2)
-        k = sum_id[:, None] * SUM_WIDTH + tl.arange(0, SUM_WIDTH)[None, :]
-        value = tl.load(x + token * x_stride + k, mask=k < columns, other=0.0).to(tl.float32)
-        tl.store(group_sums + token * SUMS + sum_id, tl.sum(value, 1), mask=sum_id < SUMS)
+        _sum_token(x, group_sums, pid - num_experts, x_stride, columns, SUM_WIDTH, SUMS, SUMS_POW2)
     else:
         bins = tl.arange(0, BINS)
-        counts = tl.zeros([BINS], tl.int32)
-        for base in range(0, num_slots, CHUNK):
-            slot = base + tl.arange(0, CHUNK)
-            ids = tl.load(topk_ids + slot, mask=slot < num_slots, other=-1)
-            expert = local_expert(ids, slot < num_slots, expert_map, num_experts, num_global, HAS_MAP)
-            counts += tl.histogram(tl.where(expert < 0, BINS - 1, expert), BINS)
+        slot = tl.arange(0, CHUNK)
+        expert = _load_experts(topk_ids, slot, num_slots, expert_map, num_experts, num_global, HAS_MAP)
+        counts = tl.histogram(tl.where(expert < 0, BINS - 1, expert), BINS)
         counts = tl.where(bins < num_experts, counts, 0)
-        needed = (counts + BLOCK_TOKENS - 1) // BLOCK_TOKENS
         count = tl.sum(tl.where(bins == pid, counts, 0))
         first = tl.sum(tl.where(bins < pid, counts, 0))
-        block = tl.sum(tl.where(bins < pid, needed, 0))
-        if pid == 0:
-            tl.store(num_blocks, tl.sum(needed))
-
-        written = 0
-        for base in range(0, tl.where(count > 0, num_slots, 0), CHUNK):
-            slot = base + tl.arange(0, CHUNK)
-            ids = tl.load(topk_ids + slot, mask=slot < num_slots, other=-1)
-            expert = local_expert(ids, slot < num_slots, expert_map, num_experts, num_global, HAS_MAP)
+        _write_blocks(blocks, max_blocks, counts, first, count, BINS, BLOCK_TOKENS)
+        if OTHER_BLOCK_TOKENS != BLOCK_TOKENS:
+            _write_blocks(other_blocks, other_max_blocks, counts, first, count, BINS, OTHER_BLOCK_TOKENS)
+        if count > 0:
             mine = (expert == pid).to(tl.int32)
-            place = first + written + tl.cumsum(mine, 0) - 1
-            tl.store(sorted_slots + place, slot, mask=mine > 0)
-            written += tl.sum(mine)
-        for done in range(0, count, BLOCK_TOKENS):
-            entry = blocks + (block + done // BLOCK_TOKENS) * 4
-            tl.store(entry, pid)
-            tl.store(entry + 1, first + done)
-            tl.store(entry + 2, tl.minimum(count - done, BLOCK_TOKENS))
+            tl.store(sorted_slots + first + tl.cumsum(mine, 0) - 1, slot, mask=mine > 0)
+
+
+@triton.jit(
+    do_not_specialize=["num_slots", "num_chunks", "chunk_slots"],
+    do_not_specialize_on_alignment=["topk_ids", "expert_map"],
+)
+def _count_kernel(
+    topk_ids,
+    expert_map,
+    x,
+    counts,
+    group_sums,
+    num_slots,
+    num_chunks,
+    chunk_slots,
+    num_experts,
+    num_global,
+    x_stride,
+    columns,
+    HAS_MAP: tl.constexpr,
+    BINS: tl.constexpr,
+    STEP: tl.constexpr,
+    SUM_WIDTH: tl.constexpr,
+    SUMS: tl.constexpr,
+    SUMS_POW2: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The first programs each count one chunk's ids: counts [chunks, BINS]; the others each sum one token."""
+    wait_for_previous(PDL)
+    pid = tl.program_id(0)
+    if pid >= num_chunks:
+        _sum_token(x, group_sums, pid - num_chunks, x_stride, columns, SUM_WIDTH, SUMS, SUMS_POW2)
+    else:
+        total = tl.zeros([BINS], tl.int32)
+        for base in range(pid * chunk_slots, pid * chunk_slots + chunk_slots, STEP):
+            slot = base + tl.arange(0, STEP)
+            expert = _load_experts(topk_ids, slot, num_slots, expert_map, num_experts, num_global, HAS_MAP)
+            total += tl.histogram(tl.where(expert < 0, BINS - 1, expert), BINS)
+        tl.store(counts + pid * BINS + tl.arange(0, BINS), total)
+
+
+@triton.jit(do_not_specialize=["num_chunks", "max_blocks", "other_max_blocks"])
+def _offset_kernel(
+    counts,
+    offsets,
+    blocks,
+    other_blocks,
+    num_chunks,
+    max_blocks,
+    other_max_blocks,
+    num_experts,
+    BLOCK_TOKENS: tl.constexpr,
+    OTHER_BLOCK_TOKENS: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNKS_POW2: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One expert a program: offsets [chunks, BINS], the place of its first slot in each chunk; and its blocks."""
+    wait_for_previous(PDL)
+    pid = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    totals = tl.zeros([BINS], tl.int32)
+    for base in range(0, num_chunks, 8):
+        row = base + tl.arange(0, 8)
+        ok = (row < num_chunks)[:, None] & (bins < num_experts)[None, :]
+        totals += tl.sum(tl.load(counts + row[:, None] * BINS + bins[None, :], mask=ok, other=0), 0)
+    count = tl.sum(tl.where(bins == pid, totals, 0))
+    first = tl.sum(tl.where(bins < pid, totals, 0))
+    chunk = tl.arange(0, CHUNKS_POW2)
+    own = tl.load(counts + chunk * BINS + pid, mask=chunk < num_chunks, other=0)
+    tl.store(offsets + chunk * BINS + pid, first + tl.cumsum(own, 0) - own, mask=chunk < num_chunks)
+    _write_blocks(blocks, max_blocks, totals, first, count, BINS, BLOCK_TOKENS)
+    if OTHER_BLOCK_TOKENS != BLOCK_TOKENS:
+        _write_blocks(other_blocks, other_max_blocks, totals, first, count, BINS, OTHER_BLOCK_TOKENS)
+
+
+@triton.jit(do_not_specialize=["num_slots", "chunk_slots"], do_not_specialize_on_alignment=["topk_ids", "expert_map"])
+def _place_kernel(
+    topk_ids,
+    expert_map,
+    offsets,
+    sorted_slots,
+    num_slots,
+    chunk_slots,
+    num_experts,
+    num_global,
+    HAS_MAP: tl.constexpr,
+    BINS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Put SLOTS slots at their places: their chunk's offset plus the equal ids before them in the chunk."""
+    wait_for_previous(PDL)
+    STEP: tl.constexpr = 32
+    start = tl.program_id(0) * SLOTS
+    chunk = start // chunk_slots
+    slot = start + tl.arange(0, SLOTS)
+    expert = _load_experts(topk_ids, slot, num_slots, expert_map, num_experts, num_global, HAS_MAP)
+    rank = tl.zeros([SLOTS], tl.int32)
+    for base in range(chunk * chunk_slots, start + SLOTS, STEP):
+        before = base + tl.arange(0, STEP)
+        other = _load_experts(topk_ids, before, num_slots, expert_map, num_experts, num_global, HAS_MAP)
+        equal = (other[None, :] == expert[:, None]) & (before[None, :] < slot[:, None])
+        rank += tl.sum(equal.to(tl.int32), 1)
+    place = tl.load(offsets + chunk * BINS + expert, mask=expert >= 0, other=0) + rank
+    tl.store(sorted_slots + place, slot, mask=expert >= 0)
 
 
 def max_blocks(num_slots: int, num_experts: int, block_tokens: int) -> int:
@@ -116,43 +252,54 @@ def align(
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
     num_experts: int,
-    block_tokens: int,
+    block_tokens: tuple[int, int],
     sum_width: int,
+    one_launch_slots: int = _ONE_LAUNCH_SLOTS,
 ) -> Alignment:
     """Group the slots of topk_ids [M, top_k] by expert and sum x [M, K] over runs of `sum_width` columns.
 
-    `sum_width` is a power of 2. The sums feed the zero points' rank-one term.
+    `block_tokens` is the size of the first and of the second GEMM's blocks; `sum_width` is a power of 2. The sums feed
+    the zero points' rank-one term.
     """
     num_tokens, columns = x.shape
     num_slots = topk_ids.numel()
     sums = -(-columns // sum_width)
-    ints = torch.empty(
-        num_slots + 4 * max_blocks(num_slots, num_experts, block_tokens) + 4, dtype=torch.int32, device=x.device
-    )
-    num_blocks, sorted_slots, blocks = ints[:1], ints[4 : 4 + num_slots], ints[4 + num_slots :].view(-1, 4)
+    limits = [max_blocks(num_slots, num_experts, size) for size in block_tokens]
+    # Every part starts at a multiple of 16 bytes, so that one compiled kernel serves all sizes.
+    table = -(-num_slots // 4) * 4
+    ints = torch.empty(table + 4 * sum(limits), dtype=torch.int32, device=x.device)
+    sorted_slots, blocks = ints[:num_slots], ints[table : table + 4 * limits[0]].view(-1, 4)
+    same = block_tokens[0] == block_tokens[1]
+    other = blocks if same else ints[table + 4 * limits[0] :].view(-1, 4)
     group_sums = torch.empty(num_tokens, sums, dtype=torch.float32, device=x.device)
-    chunk = min(_CHUNK, triton.next_power_of_2(max(num_slots, 128)))
-    _align_kernel[(num_experts + num_tokens,)](
-        topk_ids,
-        expert_map if expert_map is not None else topk_ids,
-        x,
-        sorted_slots,
-        blocks,
-        num_blocks,
-        group_sums,
-        num_slots,
-        num_tokens,
-        num_experts,
-        expert_map.shape[0] if expert_map is not None else 0,
-        x.stride(0),
-        columns,
-        HAS_MAP=expert_map is not None,
-        BLOCK_TOKENS=block_tokens,
-        BINS=triton.next_power_of_2(num_experts + 1),
-        CHUNK=chunk,
-        SUM_WIDTH=sum_width,
-        SUMS=sums,
-        SUMS_POW2=triton.next_power_of_2(sums),
-        num_warps=4,
-    )
-    return Alignment(sorted_slots, blocks, num_blocks, group_sums)
+    id_map = expert_map if expert_map is not None else topk_ids
+    num_global = expert_map.shape[0] if expert_map is not None else 0
+    pdl = dependent_launch(x.device)
+    ids = {"HAS_MAP": expert_map is not None, "BINS": triton.next_power_of_2(num_experts + 1)}
+    tokens = {"BLOCK_TOKENS": block_tokens[0], "OTHER_BLOCK_TOKENS": block_tokens[1]}
+    runs = {"SUM_WIDTH": sum_width, "SUMS": sums, "SUMS_POW2": triton.next_power_of_2(sums)}
+    launch = {"PDL": pdl, "launch_pdl": pdl}
+    x_args = (x.stride(0), columns)
+    if num_slots <= one_launch_slots:
+        chunk = triton.next_power_of_2(max(num_slots, 128))
+        _align_kernel[(num_experts + num_tokens,)](
+            topk_ids, id_map, x, sorted_slots, blocks, other, group_sums, num_slots, *limits, num_experts, num_global,
+            *x_args, CHUNK=chunk, num_warps=8 if chunk >= 1024 else 4, **ids, **tokens, **runs, **launch,
+        )  # fmt: skip
+        return Alignment(sorted_slots, blocks, other, group_sums)
+    chunk_slots = max(_PLACE_SLOTS, triton.next_power_of_2(triton.cdiv(num_slots, _MAX_CHUNKS)))
+    num_chunks = triton.cdiv(num_slots, chunk_slots)
+    counts, offsets = torch.empty(2, num_chunks, ids["BINS"], dtype=torch.int32, device=x.device)
+    _count_kernel[(num_chunks + num_tokens,)](
+        topk_ids, id_map, x, counts, group_sums, num_slots, num_chunks, chunk_slots, num_experts, num_global, *x_args,
+        STEP=_PLACE_SLOTS, num_warps=4, **ids, **runs, **launch,
+    )  # fmt: skip
+    _offset_kernel[(num_experts,)](
+        counts, offsets, blocks, other, num_chunks, *limits, num_experts,
+        BINS=ids["BINS"], CHUNKS_POW2=triton.next_power_of_2(num_chunks), num_warps=4, **tokens, **launch,
+    )  # fmt: skip
+    _place_kernel[(triton.cdiv(num_slots, _PLACE_SLOTS),)](
+        topk_ids, id_map, offsets, sorted_slots, num_slots, chunk_slots, num_experts, num_global,
+        SLOTS=_PLACE_SLOTS, num_warps=8, **ids, **launch,
+    )  # fmt: skip
+    return Alignment(sorted_slots, blocks, other, group_sums)

@@ -6,6 +6,7 @@ import functools
 
 import torch
 import triton
+import triton.language as tl
 
 from vllm_ext.ops.moe.experts import CallOptions, PreparedExperts, experts_meta
 from vllm_ext.ops.moe.triton.align import Alignment, align
@@ -13,11 +14,13 @@ from vllm_ext.ops.moe.triton.combine import combine
 from vllm_ext.ops.moe.triton.config import GemmConfig, LaunchConfig, choose
 from vllm_ext.ops.moe.triton.dequant import code_offset
 from vllm_ext.ops.moe.triton.gemm import down_kernel, gate_up_kernel
-from vllm_ext.ops.moe.triton.layout import interleave_rows, to_kernel_order
+from vllm_ext.ops.moe.triton.layout import PLANES, interleave_rows, to_kernel_order
+from vllm_ext.ops.moe.triton.pdl import dependent_launch
 from vllm_ext.quantization import QuantizedWeight
 
 NAME = "triton"
 MINIMUM_CAPABILITY = (8, 0)
+_FACTOR_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def interpreting() -> bool:
@@ -51,19 +54,23 @@ def prepare(
     meta = experts_meta(NAME, w13, w2, dtype)
     tensors: dict[str, torch.Tensor] = {}
     for name, weight, bias, gated in (("w13", w13, w13_bias, meta.gated), ("w2", w2, w2_bias, False)):
-        kernel = to_kernel_order(weight.to(device), gated)
+        kernel = to_kernel_order(weight.to(device), gated, dtype)
         tensors[f"{name}_words"] = kernel.words
-        tensors[f"{name}_scale"] = kernel.scale
-        if kernel.zero_point is not None:
-            tensors[f"{name}_zero_point"] = kernel.zero_point
+        tensors[f"{name}_factors"] = kernel.factors
         if bias is not None:
             tensors[f"{name}_bias"] = interleave_rows(bias.to(device), gated).contiguous()
     return PreparedExperts(meta, tensors)
 
 
-def _sum_width(group_size: int, limit: int = 1 << 20) -> int:
-    """Columns of one partial sum of x: the largest power of two that divides the group, at most `limit`."""
-    return min(group_size & -group_size, limit)
+def _sum_width(group_size: int, plane: int, columns: int = 1 << 20) -> int:
+    """Columns of one partial sum of x: a power of two that divides the group, at most a K tile and `columns`."""
+    return min(group_size & -group_size, PLANES * plane, columns)
+
+
+def _factor_words(factors: torch.Tensor) -> tuple[torch.Tensor, tl.dtype]:
+    """Scale and zero point as one word each, and their dtype."""
+    word = torch.int32 if factors.dtype.itemsize == 2 else torch.int64
+    return factors.view(word), _FACTOR_DTYPES[factors.dtype]
 
 
 def _scaling(config: GemmConfig, group_size: int, plane: int) -> str:
@@ -104,15 +111,29 @@ def run(
     x = hidden_states if hidden_states.stride(1) == 1 else hidden_states.contiguous()
     topk_ids = topk_ids.contiguous()
     topk_weights = topk_weights.contiguous()
-    aligned = align(x, topk_ids, expert_map, meta.num_experts, config.block_tokens, _sum_width(meta.group_size_w13))
-    inner, inner_sums = _gate_up(config, x, experts, topk_weights, aligned, topk_ids.shape[1], options)
-    slots = _down(config, inner, inner_sums, experts, aligned)
+    blocks = (config.gate_up.block_tokens, config.down.block_tokens)
+    aligned = align_call(x, topk_ids, expert_map, experts, blocks)
+    inner, inner_sums = gate_up(config, x, experts, topk_weights, aligned, topk_ids.shape[1], options)
+    slots = down(config, inner, inner_sums, experts, aligned)
     return combine(
         slots, topk_ids, topk_weights, expert_map, meta.num_experts, not options.apply_router_weight_on_input
     )
 
 
-def _gate_up(
+def align_call(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    experts: PreparedExperts,
+    block_tokens: tuple[int, int],
+) -> Alignment:
+    """The slots grouped by expert, and the sums of x that the first GEMM needs."""
+    meta = experts.meta
+    sum_width = _sum_width(meta.group_size_w13, experts.tensors["w13_words"].shape[3])
+    return align(x, topk_ids, expert_map, meta.num_experts, block_tokens, sum_width)
+
+
+def gate_up(
     config: LaunchConfig,
     x: torch.Tensor,
     experts: PreparedExperts,
@@ -124,32 +145,32 @@ def _gate_up(
     """The activated first GEMM of every slot, in sorted order [S, I padded], and its sums [S, runs]."""
     meta, tensors, gemm = experts.meta, experts.tensors, config.gate_up
     words = tensors["w13_words"]
+    factors, factor_dtype = _factor_words(tensors["w13_factors"])
     rows, plane = words.shape[2], words.shape[3]
     columns = gemm.block_rows // 2 if meta.gated else gemm.block_rows
     tiles = triton.cdiv(rows, gemm.block_rows)
     stride = rows // 2 if meta.gated else rows
-    sum_width = _sum_width(meta.group_size_w2, columns)
+    sum_width = _sum_width(meta.group_size_w2, tensors["w2_words"].shape[3], columns)
     inner = torch.empty(aligned.sorted_slots.shape[0], stride, dtype=x.dtype, device=x.device)
     sums = torch.empty(inner.shape[0], tiles * columns // sum_width, dtype=torch.float32, device=x.device)
     asm = _asm(x.dtype)
-    gate_up_kernel[(aligned.max_blocks * tiles,)](
+    gate_up_kernel[(aligned.blocks.shape[0] * tiles,)](
         x,
         words,
-        tensors["w13_scale"],
-        tensors.get("w13_zero_point"),
+        factors,
         tensors.get("w13_bias"),
         aligned.group_sums,
         topk_weights,
         aligned.sorted_slots,
         aligned.blocks,
-        aligned.num_blocks,
         inner,
         sums,
         x.stride(0),
         options.swiglu_alpha,
         options.swiglu_limit,
         TOP_K=top_k,
-        SHAPE=(meta.hidden_size, rows, meta.group_size_w13, plane, _sum_width(meta.group_size_w13)),
+        SHAPE=(meta.hidden_size, rows, meta.group_size_w13, plane, _sum_width(meta.group_size_w13, plane)),
+        FACTOR_DTYPE=factor_dtype,
         OUT_STRIDE=stride,
         OUT_SUM_WIDTH=sum_width,
         OUT_SUMS=sums.shape[1],
@@ -159,45 +180,52 @@ def _gate_up(
         SCALING=_scaling(gemm, meta.group_size_w13, plane),
         OFFSET=code_offset(str(x.dtype).removeprefix("torch."), asm),
         ASM=asm,
-        BLOCK_TOKENS=config.block_tokens,
+        BLOCK_TOKENS=gemm.block_tokens,
         BLOCK_ROWS=gemm.block_rows,
         STAGES=gemm.num_stages,
+        PDL=dependent_launch(x.device),
         num_warps=gemm.num_warps,
+        maxnreg=gemm.max_registers,
+        launch_pdl=dependent_launch(x.device),
     )
     return inner, sums
 
 
-def _down(
+def down(
     config: LaunchConfig, inner: torch.Tensor, sums: torch.Tensor, experts: PreparedExperts, aligned: Alignment
 ) -> torch.Tensor:
     """The second GEMM of every slot, by slot [S, H]; rows of slots that are not routed stay unwritten."""
     meta, tensors, gemm = experts.meta, experts.tensors, config.down
     words = tensors["w2_words"]
+    factors, factor_dtype = _factor_words(tensors["w2_factors"])
     rows, plane = words.shape[2], words.shape[3]
     columns = config.gate_up.block_rows // 2 if meta.gated else config.gate_up.block_rows
     out = torch.empty(inner.shape[0], meta.hidden_size, dtype=inner.dtype, device=inner.device)
     asm = _asm(inner.dtype)
-    down_kernel[(aligned.max_blocks * triton.cdiv(rows, gemm.block_rows),)](
+    down_kernel[(aligned.down_blocks.shape[0] * triton.cdiv(rows, gemm.block_rows),)](
         inner,
         words,
-        tensors["w2_scale"],
-        tensors.get("w2_zero_point"),
+        factors,
         tensors.get("w2_bias"),
         sums,
         aligned.sorted_slots,
-        aligned.blocks,
-        aligned.num_blocks,
+        aligned.down_blocks,
         out,
-        SHAPE=(meta.intermediate_size, rows, meta.group_size_w2, plane, _sum_width(meta.group_size_w2, columns)),
+        meta.num_experts,
+        SHAPE=(meta.intermediate_size, rows, meta.group_size_w2, plane, _sum_width(meta.group_size_w2, plane, columns)),
+        FACTOR_DTYPE=factor_dtype,
         X_STRIDE=inner.shape[1],
         X_SUMS=sums.shape[1],
         OUT_COLUMNS=meta.hidden_size,
         SCALING=_scaling(gemm, meta.group_size_w2, plane),
         OFFSET=code_offset(str(inner.dtype).removeprefix("torch."), asm),
         ASM=asm,
-        BLOCK_TOKENS=config.block_tokens,
+        BLOCK_TOKENS=gemm.block_tokens,
         BLOCK_ROWS=gemm.block_rows,
         STAGES=gemm.num_stages,
+        PDL=dependent_launch(inner.device),
         num_warps=gemm.num_warps,
+        maxnreg=gemm.max_registers,
+        launch_pdl=dependent_launch(inner.device),
     )
     return out

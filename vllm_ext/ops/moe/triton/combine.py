@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 
 from vllm_ext.ops.moe.triton.align import local_expert
+from vllm_ext.ops.moe.triton.pdl import dependent_launch, wait_for_previous
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["topk_ids", "topk_weights", "expert_map"])
 def _combine_kernel(
     slots,
     topk_ids,
@@ -25,7 +26,9 @@ def _combine_kernel(
     HAS_MAP: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -68,6 +71,8 @@ def combine(
         HAS_MAP=expert_map is not None,
         WEIGHTED=weighted,
         BLOCK=block,
+        PDL=dependent_launch(slots.device),
         num_warps=4,
+        launch_pdl=dependent_launch(slots.device),
     )
     return out

@@ -21,28 +21,29 @@ _BATCH_INVARIANT_TOKENS = 32
 class GemmConfig:
     """How one grouped GEMM is launched. `scaling` is explained in gemm.py."""
 
+    block_tokens: int
     block_rows: int
     num_warps: int
     num_stages: int
     scaling: str = "sum"
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How a layer is launched: both GEMMs share the blocks of tokens."""
+    """How a layer's two GEMMs are launched."""
 
-    block_tokens: int
     gate_up: GemmConfig
     down: GemmConfig
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> LaunchConfig:
         """Undo `to_json`."""
-        return LaunchConfig(entry["block_tokens"], GemmConfig(**entry["gate_up"]), GemmConfig(**entry["down"]))
+        return LaunchConfig(GemmConfig(**entry["gate_up"]), GemmConfig(**entry["down"]))
 
     def to_json(self) -> dict[str, Any]:
         """Plain types for a table."""
-        return {"block_tokens": self.block_tokens, "gate_up": vars(self.gate_up), "down": vars(self.down)}
+        return {"gate_up": vars(self.gate_up), "down": vars(self.down)}
 
 
 def table_name(device_name: str) -> str:
@@ -73,13 +74,11 @@ def _device_name(index: int) -> str:
 def rule(slots_per_expert: float) -> LaunchConfig:
     """The configuration for a GPU or a shape that no table has, from the mean number of slots an expert gets."""
     if slots_per_expert <= 8:
-        config = LaunchConfig(16, GemmConfig(64, 4, 4), GemmConfig(64, 4, 4))
+        config = LaunchConfig(GemmConfig(16, 64, 4, 4), GemmConfig(16, 64, 4, 4))
     elif slots_per_expert <= 24:
-        config = LaunchConfig(32, GemmConfig(128, 4, 3), GemmConfig(128, 4, 3))
-    elif slots_per_expert <= 96:
-        config = LaunchConfig(64, GemmConfig(128, 4, 3), GemmConfig(128, 4, 3))
+        config = LaunchConfig(GemmConfig(32, 128, 4, 3), GemmConfig(32, 128, 4, 3))
     else:
-        config = LaunchConfig(128, GemmConfig(128, 8, 3, "operand"), GemmConfig(128, 8, 3, "operand"))
+        config = LaunchConfig(GemmConfig(64, 64, 4, 3), GemmConfig(64, 64, 4, 3))
     return config
 
 

@@ -3,13 +3,14 @@
 A program computes BLOCK_ROWS rows of one expert's weight for one block of at most BLOCK_TOKENS slots. With weight
 value s (q - z), and codes that reach the tensor core as q + offset,
 
-    sum_k s (q - z) x  =  sum_groups s (sum_k (q + offset) x)  -  sum_groups s (z + offset) (sum_k x),
+    sum_k s (q - z) x  =  sum_groups s (sum_k (q + offset) x - (z + offset) (sum_k x)),
 
-so a zero point of any kind costs one rank-one product a group, outside the inner loop, from sums of x that are
-computed once. SCALING says where s is applied:
+so a zero point of any kind costs one rank-one product a group, after the inner loop, from sums of x that are computed
+once. SCALING says where s is applied:
 
     "sum"      to a group's sum; least work for few tokens
-    "operand"  to the codes, rounding s q to 16 bits; less work for many tokens, and the GEMM runs on uninterrupted
+    "operand"  to the codes, rounding s q to 16 bits and leaving no offset; less work for many tokens, and the product
+               runs on from group to group
     "column"   as "operand", column by column, for group sizes that the planes straddle
 """
 
@@ -22,70 +23,87 @@ import triton.language as tl
 
 from vllm_ext.ops.moe.triton.activation import gated, pointwise
 from vllm_ext.ops.moe.triton.dequant import expand, scale_codes
+from vllm_ext.ops.moe.triton.pdl import prefetch_tiles, wait_for_previous
 
-_SUM_CHUNK = tl.constexpr(32)
+_SUM_CHUNK = tl.constexpr(16)
+# About as many programs as a GPU holds at once: only these can start before the first GEMM ends.
+_EARLY_PROGRAMS = tl.constexpr(1024)
 
 
 @triton.jit
-def _zero_term(
-    scale,
-    zero,
-    row,
-    sums,
-    token_ok,
-    p: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-):
-    """sum over groups of s (z + offset) (sum of x): FP32 [rows, tokens], the factors split into TF32 triples."""
-    K: tl.constexpr = p[0]
+def _unpack(word, dtype: tl.constexpr):
+    """(scale, zero point) in FP32, from words that hold both in `dtype`."""
+    if dtype == tl.bfloat16:
+        scale = (word << 16).to(tl.float32, bitcast=True)
+        zero = (word & -65536).to(tl.float32, bitcast=True)
+    elif dtype == tl.float16:
+        scale = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        zero = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        scale = word.to(tl.int32).to(tl.float32, bitcast=True)
+        zero = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return scale, zero
+
+
+@triton.jit
+def _split(value):
+    """An FP32 value as the sum of three BF16 values, exact to 24 bits."""
+    high = value.to(tl.bfloat16)
+    rest = value - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _load_zero_term(factors, row, sums, token_ok, START: tl.constexpr, p: tl.constexpr):
+    """Factor words [rows, chunk] and sums of x [chunk, tokens] of _SUM_CHUNK sums from START on."""
     ROWS: tl.constexpr = p[1]
-    GROUP: tl.constexpr = p[2]
-    SUM_WIDTH: tl.constexpr = p[4]
-    SUMS: tl.constexpr = (K + SUM_WIDTH - 1) // SUM_WIDTH
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    term = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
-    for start in tl.static_range(0, SUMS, _SUM_CHUNK):
-        place = start + tl.arange(0, _SUM_CHUNK)
-        group = tl.minimum(place * SUM_WIDTH // GROUP, GROUPS - 1)
-        at = group[None, :] * ROWS + row[:, None]
-        ok = (place < SUMS)[None, :] & (row < ROWS)[:, None]
-        s = tl.load(scale + at, mask=ok, other=0.0).to(tl.float32)
-        z = 8.0
-        if zero is not None:
-            z = tl.load(zero + at, mask=ok, other=0).to(tl.float32)
-        total = tl.load(sums[None, :] + place[:, None], mask=(place < SUMS)[:, None] & token_ok[None, :], other=0.0)
-        term = tl.dot(s * (z + OFFSET), total, term, input_precision="tf32x3")
-    return term
+    SUMS: tl.constexpr = (p[0] + p[4] - 1) // p[4]
+    place = START + tl.arange(0, _SUM_CHUNK)
+    ok = place < SUMS
+    at = (place * p[4] // p[2])[None, :] * ROWS + row[:, None]
+    word = tl.load(factors + at, mask=ok[None, :] & (row < ROWS)[:, None], other=0)
+    total = tl.load(sums[None, :] + place[:, None], mask=ok[:, None] & token_ok[None, :], other=0.0)
+    return word, total
 
 
 @triton.jit
-def _scales(scale, row, tile, p: tl.constexpr, dtype: tl.constexpr):
-    """The scales [rows] of a K tile's four nibble planes."""
-    K: tl.constexpr = p[0]
-    ROWS: tl.constexpr = p[1]
-    GROUP: tl.constexpr = p[2]
-    PLANE: tl.constexpr = p[3]
-    LAST: tl.constexpr = (K + GROUP - 1) // GROUP - 1
-    ok = row < ROWS
-    at = tile * 4 * PLANE
-    s0 = tl.load(scale + tl.minimum(at // GROUP, LAST) * ROWS + row, mask=ok, other=0.0).to(dtype)
-    s1, s2, s3 = s0, s0, s0
-    if GROUP % (4 * PLANE) != 0:
-        s2 = tl.load(scale + tl.minimum((at + 2 * PLANE) // GROUP, LAST) * ROWS + row, mask=ok, other=0.0).to(dtype)
-        s3 = s2
-        if GROUP % (2 * PLANE) != 0:
-            s1 = tl.load(scale + tl.minimum((at + PLANE) // GROUP, LAST) * ROWS + row, mask=ok, other=0.0).to(dtype)
-            s3 = tl.load(scale + tl.minimum((at + 3 * PLANE) // GROUP, LAST) * ROWS + row, mask=ok, other=0.0).to(dtype)
-    return s0, s1, s2, s3
+def _subtract_zero_term(acc, word, total, FACTOR_DTYPE: tl.constexpr, OFFSET: tl.constexpr, ASM: tl.constexpr):
+    """acc - sum over a chunk of groups of s (z + offset) (sum of x), [rows, tokens]: a product over the groups.
+
+    Its factors are split into BF16 parts. FP16's offset of 1024 makes the term so much larger than the result that it
+    needs all 24 bits; for BF16's 128, 16 bits leave an error below that of the operands.
+    """
+    s, z = _unpack(word, FACTOR_DTYPE)
+    left = -s * (z + OFFSET)
+    if ASM:
+        left_high, left_middle, left_low = _split(left)
+        high, middle, low = _split(total)
+        acc = tl.dot(left_high, high, acc)
+        acc = tl.dot(left_high, middle, acc)
+        acc = tl.dot(left_middle, high, acc)
+        if OFFSET > 128:
+            acc = tl.dot(left_middle, middle, acc)
+            acc = tl.dot(left_high, low, acc)
+            acc = tl.dot(left_low, high, acc)
+    else:
+        acc = tl.dot(left, total, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
-def _column_scales(scale, row, k, p: tl.constexpr, dtype: tl.constexpr):
+def _group_factors(factors, row, column, p: tl.constexpr, FACTOR_DTYPE: tl.constexpr):
+    """Scale and zero point, each [rows], of the group that `column` lies in; past K, those of the last group."""
+    group = tl.minimum(column // p[2], (p[0] + p[2] - 1) // p[2] - 1)
+    return _unpack(tl.load(factors + group * p[1] + row, mask=row < p[1], other=0), FACTOR_DTYPE)
+
+
+@triton.jit
+def _column_scales(factors, row, k, p: tl.constexpr, FACTOR_DTYPE: tl.constexpr):
     """The scales [rows, columns] of the columns k."""
     ok = (row < p[1])[:, None] & (k < p[0])[None, :]
-    return tl.load(scale + (k // p[2])[None, :] * p[1] + row[:, None], mask=ok, other=0.0).to(dtype)
+    word = tl.load(factors + (k // p[2])[None, :] * p[1] + row[:, None], mask=ok, other=0)
+    return _unpack(word, FACTOR_DTYPE)[0]
 
 
 @triton.jit
@@ -100,97 +118,127 @@ def _load_x(x, k, token_ok, K: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _side_by_side(left, right):
+    """[R, P] and [R, P] to [R, 2P]. Tensor-core operands hold columns in rising registers: nothing moves."""
+    return tl.join(left, right).permute(0, 2, 1).reshape(left.shape[0], 2 * left.shape[1])
+
+
+@triton.jit
+def _four_side_by_side(p0, p1, p2, p3):
+    """Four times [R, P] to [R, 4P]."""
+    pairs = tl.join(tl.join(p0, p1), tl.join(p2, p3))
+    return pairs.permute(0, 3, 2, 1).reshape(p0.shape[0], 4 * p0.shape[1])
+
+
+@triton.jit
 def _weight_times_x(
-    acc,
     words,
-    scale,
+    factors,
     row,
     x,
+    sums,
     token_ok,
     p: tl.constexpr,
+    FACTOR_DTYPE: tl.constexpr,
     SCALING: tl.constexpr,
     OFFSET: tl.constexpr,
     ASM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """acc [rows, tokens] + the product of the codes, scaled, and x^T. `x` points at the tokens' first columns."""
+    """W x^T in FP32 [rows, tokens]. `x` and `sums` point at the tokens' first columns and sums.
+
+    `p` is (K, rows, group size, plane width, columns of one sum).
+    """
     K: tl.constexpr = p[0]
     ROWS: tl.constexpr = p[1]
     GROUP: tl.constexpr = p[2]
     PLANE: tl.constexpr = p[3]
-    TILES: tl.constexpr = (K + 4 * PLANE - 1) // (4 * PLANE)
-    EVEN: tl.constexpr = K % (4 * PLANE) == 0
+    TILE: tl.constexpr = 4 * PLANE
+    EVEN: tl.constexpr = K % TILE == 0
+    # Planes of a tile that share a group.
+    SHARED: tl.constexpr = 4 if GROUP % TILE == 0 else (2 if GROUP % (2 * PLANE) == 0 else 1)
     # Without the 16-bit assembly (FP32, the interpreter) operands are FP32.
     dtype: tl.constexpr = x.dtype.element_ty if ASM else tl.float32
-    scale_dtype: tl.constexpr = tl.float32 if SCALING == "sum" else dtype
     precision: tl.constexpr = "tf32" if ASM else "ieee"
 
+    # A small block's registers have room for what the zero points' term reads: its latency hides behind the loop.
+    SUMS: tl.constexpr = (K + p[4] - 1) // p[4]
+    EARLY: tl.constexpr = BLOCK_TOKENS <= 16 and SUMS * BLOCK_ROWS <= 64 * 32
+    if EARLY:
+        word0, total0 = _load_zero_term(factors, row, sums, token_ok, 0, p)
+        if SUMS > _SUM_CHUNK:
+            word1, total1 = _load_zero_term(factors, row, sums, token_ok, _SUM_CHUNK, p)
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
     at = words + row[:, None] * PLANE + tl.arange(0, PLANE)[None, :]
-    s0, s1, s2, s3 = _scales(scale, row, 0, p, scale_dtype)
-    for tile in tl.range(0, TILES, num_stages=STAGES):
+    for tile in tl.range(0, (K + TILE - 1) // TILE, num_stages=STAGES):
         if ROWS % BLOCK_ROWS == 0:
             word = tl.load(at + tile * (ROWS * PLANE))
         else:
             word = tl.load(at + tile * (ROWS * PLANE), mask=(row < ROWS)[:, None], other=0)
-        k = tile * (4 * PLANE) + tl.arange(0, PLANE)
-        x0 = _load_x(x, k, token_ok, K, EVEN).to(dtype)
-        x1 = _load_x(x, k + PLANE, token_ok, K, EVEN).to(dtype)
-        x2 = _load_x(x, k + 2 * PLANE, token_ok, K, EVEN).to(dtype)
-        x3 = _load_x(x, k + 3 * PLANE, token_ok, K, EVEN).to(dtype)
+        k = tile * TILE
         w0, w1, w2, w3 = expand(word, dtype, ASM)
-        if SCALING == "sum":
-            # The next tile's scales, so that their latency hides behind this tile's products.
-            n0, n1, n2, n3 = _scales(scale, row, tile + 1, p, scale_dtype)
-            part = tl.dot(w0, x0, input_precision=precision)
-            if GROUP % (4 * PLANE) == 0:
-                part = tl.dot(w1, x1, part, input_precision=precision)
-                part = tl.dot(w2, x2, part, input_precision=precision)
-                part = tl.dot(w3, x3, part, input_precision=precision)
-                acc += part * s0[:, None]
-            elif GROUP % (2 * PLANE) == 0:
-                part = tl.dot(w1, x1, part, input_precision=precision)
-                acc += part * s0[:, None]
-                part = tl.dot(w2, x2, input_precision=precision)
-                part = tl.dot(w3, x3, part, input_precision=precision)
-                acc += part * s2[:, None]
-            else:
-                acc += part * s0[:, None]
-                acc += tl.dot(w1, x1, input_precision=precision) * s1[:, None]
-                acc += tl.dot(w2, x2, input_precision=precision) * s2[:, None]
-                acc += tl.dot(w3, x3, input_precision=precision) * s3[:, None]
-            s0, s1, s2, s3 = n0, n1, n2, n3
-        elif SCALING == "operand":
-            n0, n1, n2, n3 = _scales(scale, row, tile + 1, p, scale_dtype)
-            acc = tl.dot(scale_codes(w0, s0[:, None], OFFSET, ASM), x0, acc, input_precision=precision)
-            acc = tl.dot(scale_codes(w1, s1[:, None], OFFSET, ASM), x1, acc, input_precision=precision)
-            acc = tl.dot(scale_codes(w2, s2[:, None], OFFSET, ASM), x2, acc, input_precision=precision)
-            acc = tl.dot(scale_codes(w3, s3[:, None], OFFSET, ASM), x3, acc, input_precision=precision)
-            s0, s1, s2, s3 = n0, n1, n2, n3
+        if SCALING == "sum" and SHARED == 1:
+            for i in tl.static_range(4):
+                w = w0 if i == 0 else (w1 if i == 1 else (w2 if i == 2 else w3))
+                xs = _load_x(x, k + i * PLANE + tl.arange(0, PLANE), token_ok, K, EVEN).to(dtype)
+                s, _ = _group_factors(factors, row, k + i * PLANE, p, FACTOR_DTYPE)
+                acc += tl.dot(w, xs, input_precision=precision) * s[:, None]
+        elif SCALING == "sum" and SHARED == 2:
+            for i in tl.static_range(2):
+                w = _side_by_side(w0, w1) if i == 0 else _side_by_side(w2, w3)
+                xs = _load_x(x, k + i * 2 * PLANE + tl.arange(0, 2 * PLANE), token_ok, K, EVEN).to(dtype)
+                s, _ = _group_factors(factors, row, k + i * 2 * PLANE, p, FACTOR_DTYPE)
+                acc += tl.dot(w, xs, input_precision=precision) * s[:, None]
         else:
-            c0 = _column_scales(scale, row, k, p, dtype)
-            c1 = _column_scales(scale, row, k + PLANE, p, dtype)
-            c2 = _column_scales(scale, row, k + 2 * PLANE, p, dtype)
-            c3 = _column_scales(scale, row, k + 3 * PLANE, p, dtype)
-            acc = tl.dot(scale_codes(w0, c0, OFFSET, ASM), x0, acc, input_precision=precision)
-            acc = tl.dot(scale_codes(w1, c1, OFFSET, ASM), x1, acc, input_precision=precision)
-            acc = tl.dot(scale_codes(w2, c2, OFFSET, ASM), x2, acc, input_precision=precision)
-            acc = tl.dot(scale_codes(w3, c3, OFFSET, ASM), x3, acc, input_precision=precision)
+            xs = _load_x(x, k + tl.arange(0, TILE), token_ok, K, EVEN).to(dtype)
+            if SCALING == "sum":
+                s, _ = _group_factors(factors, row, k, p, FACTOR_DTYPE)
+                w = _four_side_by_side(w0, w1, w2, w3)
+                acc += tl.dot(w, xs, input_precision=precision) * s[:, None]
+            else:
+                if SCALING == "column":
+                    column = k + tl.arange(0, PLANE)
+                    s0 = _column_scales(factors, row, column, p, FACTOR_DTYPE)
+                    s1 = _column_scales(factors, row, column + PLANE, p, FACTOR_DTYPE)
+                    s2 = _column_scales(factors, row, column + 2 * PLANE, p, FACTOR_DTYPE)
+                    s3 = _column_scales(factors, row, column + 3 * PLANE, p, FACTOR_DTYPE)
+                else:
+                    s0 = _group_factors(factors, row, k, p, FACTOR_DTYPE)[0][:, None]
+                    s1, s2, s3 = s0, s0, s0
+                    if SHARED <= 2:
+                        s2 = _group_factors(factors, row, k + 2 * PLANE, p, FACTOR_DTYPE)[0][:, None]
+                        s3 = s2
+                    if SHARED == 1:
+                        s1 = _group_factors(factors, row, k + PLANE, p, FACTOR_DTYPE)[0][:, None]
+                        s3 = _group_factors(factors, row, k + 3 * PLANE, p, FACTOR_DTYPE)[0][:, None]
+                w0 = scale_codes(w0, s0.to(dtype), OFFSET, ASM)
+                w1 = scale_codes(w1, s1.to(dtype), OFFSET, ASM)
+                w2 = scale_codes(w2, s2.to(dtype), OFFSET, ASM)
+                w3 = scale_codes(w3, s3.to(dtype), OFFSET, ASM)
+                acc = tl.dot(_four_side_by_side(w0, w1, w2, w3), xs, acc, input_precision=precision)
+    left: tl.constexpr = OFFSET if SCALING == "sum" else 0
+    if EARLY:
+        acc = _subtract_zero_term(acc, word0, total0, FACTOR_DTYPE, left, ASM)
+    if EARLY and SUMS > _SUM_CHUNK:
+        acc = _subtract_zero_term(acc, word1, total1, FACTOR_DTYPE, left, ASM)
+    for start in tl.static_range(2 * _SUM_CHUNK if EARLY else 0, SUMS, _SUM_CHUNK):
+        word, total = _load_zero_term(factors, row, sums, token_ok, start, p)
+        acc = _subtract_zero_term(acc, word, total, FACTOR_DTYPE, left, ASM)
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["topk_weights"])
 def gate_up_kernel(
     x,
     words,
-    scale,
-    zero,
+    factors,
     bias,
     group_sums,
     topk_weights,
     sorted_slots,
     blocks,
-    num_blocks,
     out,
     out_sums,
     x_stride,
@@ -198,6 +246,7 @@ def gate_up_kernel(
     limit,
     TOP_K: tl.constexpr,
     SHAPE: tl.constexpr,
+    FACTOR_DTYPE: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     OUT_SUM_WIDTH: tl.constexpr,
     OUT_SUMS: tl.constexpr,
@@ -210,6 +259,7 @@ def gate_up_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """activation(w13 x + bias) of every slot, in sorted order: out [S, OUT_STRIDE], and its sums over runs of columns.
 
@@ -222,13 +272,14 @@ def gate_up_kernel(
     SUM_WIDTH: tl.constexpr = SHAPE[4]
     ROW_TILES: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
     K_PADDED: tl.constexpr = (K + 4 * PLANE - 1) // (4 * PLANE) * (4 * PLANE)
+    wait_for_previous(PDL)
     pid = tl.program_id(0)
     block = pid // ROW_TILES
-    if block >= tl.load(num_blocks):
-        return
+    count = tl.load(blocks + block * 4 + 2)
     expert = tl.load(blocks + block * 4).to(tl.int64)
     first = tl.load(blocks + block * 4 + 1).to(tl.int64)
-    count = tl.load(blocks + block * 4 + 2)
+    if count == 0:
+        return
     t = tl.arange(0, BLOCK_TOKENS)
     token_ok = t < count
     slot = tl.load(sorted_slots + first + t, mask=token_ok, other=0).to(tl.int64)
@@ -236,16 +287,25 @@ def gate_up_kernel(
     row_tile = pid % ROW_TILES
     row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     groups: tl.constexpr = (K + GROUP - 1) // GROUP
-    scale += expert * (groups * ROWS)
-    if zero is not None:
-        zero += expert * (groups * ROWS)
+    factors += expert * (groups * ROWS)
     words += expert * (K_PADDED // 4 * ROWS)
     sums = group_sums + token * ((K + SUM_WIDTH - 1) // SUM_WIDTH)
-    acc = -_zero_term(
-        scale, zero, row, sums, token_ok, SHAPE, 0 if SCALING != "sum" else OFFSET, BLOCK_ROWS, BLOCK_TOKENS
-    )
+    xs = x + token * x_stride
     acc = _weight_times_x(
-        acc, words, scale, row, x + token * x_stride, token_ok, SHAPE, SCALING, OFFSET, ASM, BLOCK_ROWS, STAGES
+        words,
+        factors,
+        row,
+        xs,
+        sums,
+        token_ok,
+        SHAPE,
+        FACTOR_DTYPE,
+        SCALING,
+        OFFSET,
+        ASM,
+        BLOCK_ROWS,
+        BLOCK_TOKENS,
+        STAGES,
     )
     if WEIGHT_ON_INPUT:
         acc *= tl.load(topk_weights + slot, mask=token_ok, other=0.0).to(tl.float32)[None, :]
@@ -280,15 +340,15 @@ def gate_up_kernel(
 def down_kernel(
     x,
     words,
-    scale,
-    zero,
+    factors,
     bias,
     group_sums,
     sorted_slots,
     blocks,
-    num_blocks,
     out,
+    num_experts,
     SHAPE: tl.constexpr,
+    FACTOR_DTYPE: tl.constexpr,
     X_STRIDE: tl.constexpr,
     X_SUMS: tl.constexpr,
     OUT_COLUMNS: tl.constexpr,
@@ -298,6 +358,7 @@ def down_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """w2 x + bias of every slot: x [S, X_STRIDE] in sorted order, out [S, OUT_COLUMNS] by slot."""
     K: tl.constexpr = SHAPE[0]
@@ -308,26 +369,47 @@ def down_kernel(
     K_PADDED: tl.constexpr = (K + 4 * PLANE - 1) // (4 * PLANE) * (4 * PLANE)
     pid = tl.program_id(0)
     block = pid // ROW_TILES
-    if block >= tl.load(num_blocks):
-        return
+    if PDL and pid < _EARLY_PROGRAMS:
+        # While the first GEMM drains, memory idles: start on this program's weights. Only a hint rests on the block
+        # table's being there already; it is read again after the wait.
+        early = tl.load(blocks + block * 4, cache_modifier=".cg")
+        early = tl.minimum(tl.maximum(early, 0), num_experts - 1).to(tl.int64)
+        prefetch_tiles(
+            words + early * (K_PADDED // 4 * ROWS) + pid % ROW_TILES * (BLOCK_ROWS * PLANE),
+            ROWS * PLANE,
+            tl.minimum(BLOCK_ROWS, ROWS - pid % ROW_TILES * BLOCK_ROWS) * PLANE * 2,
+            K_PADDED // (4 * PLANE),
+        )
+    wait_for_previous(PDL)
+    count = tl.load(blocks + block * 4 + 2)
     expert = tl.load(blocks + block * 4).to(tl.int64)
     first = tl.load(blocks + block * 4 + 1).to(tl.int64)
-    count = tl.load(blocks + block * 4 + 2)
+    if count == 0:
+        return
     t = tl.arange(0, BLOCK_TOKENS)
     token_ok = t < count
     slot = tl.load(sorted_slots + first + t, mask=token_ok, other=0).to(tl.int64)
     row = pid % ROW_TILES * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     groups: tl.constexpr = (K + GROUP - 1) // GROUP
-    scale += expert * (groups * ROWS)
-    if zero is not None:
-        zero += expert * (groups * ROWS)
+    factors += expert * (groups * ROWS)
     words += expert * (K_PADDED // 4 * ROWS)
     sums = group_sums + (first + t) * X_SUMS
-    acc = -_zero_term(
-        scale, zero, row, sums, token_ok, SHAPE, 0 if SCALING != "sum" else OFFSET, BLOCK_ROWS, BLOCK_TOKENS
-    )
+    xs = x + (first + t) * X_STRIDE
     acc = _weight_times_x(
-        acc, words, scale, row, x + (first + t) * X_STRIDE, token_ok, SHAPE, SCALING, OFFSET, ASM, BLOCK_ROWS, STAGES
+        words,
+        factors,
+        row,
+        xs,
+        sums,
+        token_ok,
+        SHAPE,
+        FACTOR_DTYPE,
+        SCALING,
+        OFFSET,
+        ASM,
+        BLOCK_ROWS,
+        BLOCK_TOKENS,
+        STAGES,
     )
     if bias is not None:
         acc += tl.load(bias + expert * ROWS + row, mask=row < ROWS, other=0.0).to(tl.float32)[:, None]

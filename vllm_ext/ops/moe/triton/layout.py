@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from vllm_ext.quantization import QuantizedWeight
-from vllm_ext.quantization.weight import unpack_nibbles
+from vllm_ext.quantization.weight import SYMMETRIC_ZERO, unpack_nibbles
 
 ROW_ALIGN = 16  # rows of one tensor-core fragment
 PLANES = 4  # nibbles in an int16 word
-_PLANE_WIDTHS = (64, 32, 16)
+_PLANE_WIDTHS = (32, 16)
 _PADDING_TOLERANCE = 1.03
 
 
@@ -25,13 +25,12 @@ _PADDING_TOLERANCE = 1.03
 class KernelWeight:
     """A weight in kernel order.
 
-    words  int16 [E, k_tiles, rows, plane]
-    scale  floating [E, groups, rows]; zero_point likewise, floating or uint8, or None when code 8 is zero
+    words    int16 [E, k_tiles, rows, plane]
+    factors  floating [E, groups, rows, 2]: scale and zero point, so that one load brings both
     """
 
     words: torch.Tensor
-    scale: torch.Tensor
-    zero_point: torch.Tensor | None
+    factors: torch.Tensor
 
 
 def plane_width(columns: int, group_size: int) -> int:
@@ -55,33 +54,33 @@ def interleave_rows(tensor: torch.Tensor, gated: bool) -> torch.Tensor:
         return _pad(tensor, 1, ROW_ALIGN)
     half = ROW_ALIGN // 2
     gate, up = tensor.chunk(2, dim=1)
-    pair = torch.stack([_pad(part, 1, half).unflatten(1, (-1, half)) for part in (gate, up)], dim=2)
+    parts = [_pad(part, 1, half) for part in (gate, up)]
+    pair = torch.stack([part.reshape(part.shape[0], -1, half, *part.shape[2:]) for part in parts], dim=2)
     return pair.flatten(1, 3).contiguous()
 
 
-def to_kernel_order(weight: QuantizedWeight, gated: bool, plane: int | None = None) -> KernelWeight:
-    """Reorder a weight [E, N, K], one expert at a time to bound memory; `gated`: gate rows, then up rows."""
+def to_kernel_order(weight: QuantizedWeight, gated: bool, dtype: torch.dtype, plane: int | None = None) -> KernelWeight:
+    """Reorder a weight [E, N, K], one expert at a time to bound memory; `gated`: gate rows, then up rows.
+
+    Scales and zero points keep the scales' dtype where it is as narrow as the activations' `dtype`, else take that.
+    Integer zero points, and the 8 of symmetric weights, are exact in either.
+    """
     experts, _, columns = weight.shape
     plane = plane or plane_width(columns, weight.group_size)
     words = torch.stack([_words(weight.packed[e : e + 1], columns, gated, plane)[0] for e in range(experts)])
-    zero = weight.zero_point
-    return KernelWeight(
-        words,
-        _group_major(weight.scale, gated),
-        None if zero is None else _group_major(zero, gated),
-    )
+    zero = weight.zero_point if weight.zero_point is not None else torch.full_like(weight.scale, SYMMETRIC_ZERO)
+    factor_dtype = weight.scale.dtype if weight.scale.dtype.itemsize <= dtype.itemsize else dtype
+    factors = torch.stack((weight.scale.to(factor_dtype), zero.to(factor_dtype)), dim=-1)
+    return KernelWeight(words, interleave_rows(factors, gated).transpose(1, 2).contiguous())
 
 
 def _words(packed: torch.Tensor, columns: int, gated: bool, plane: int) -> torch.Tensor:
     codes = interleave_rows(unpack_nibbles(packed, columns), gated)
-    codes = _pad(codes, 2, PLANES * plane).unflatten(2, (-1, PLANES, plane)).to(torch.int32)
+    codes = _pad(codes, 2, PLANES * plane).to(torch.int32)
+    codes = codes.reshape(*codes.shape[:2], -1, PLANES, plane)
     word = codes[:, :, :, 0] | codes[:, :, :, 1] << 4 | codes[:, :, :, 2] << 8 | codes[:, :, :, 3] << 12
     word = torch.where(word >= 1 << 15, word - (1 << 16), word)
     return word.to(torch.int16).transpose(1, 2).contiguous()
-
-
-def _group_major(per_group: torch.Tensor, gated: bool) -> torch.Tensor:
-    return interleave_rows(per_group, gated).transpose(1, 2).contiguous()
 
 
 def _pad(tensor: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
