@@ -249,12 +249,17 @@ def _finish(plan: Plan, records: dict[str, ShardRecord], workplace: Workplace, d
     manifest = {"format": plan.format, "files": files}
     write_atomically(workplace.out / MANIFEST, json.dumps(manifest, indent=1).encode())
     with writing(destination):
+        _sync(workplace.out)
         os.rename(workplace.out, destination)
-        handle = os.open(destination.parent, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        _sync(destination.parent)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _copy_companions(source: Path, out: Path) -> None:

@@ -126,7 +126,8 @@ def find_packed(checkpoint: Checkpoint) -> dict[str, list[PackedProjection]]:
             raise CheckpointError(f"{refs['weight_g_idx'].name}: columns ordered by activation are not read")
         for role in (CODES, SCALE):
             if role not in refs:
-                raise CheckpointError(f"{layer}.{number}.{name}: {role} is missing; the checkpoint is incomplete")
+                module = f"{layer}.{name}" if number is None else f"{layer}.{number}.{name}"
+                raise CheckpointError(f"{module}: {role} is missing; the checkpoint is incomplete")
         halves = _SPLIT.get(name)
         names = ((name, "all"),) if halves is None else ((halves[0], "gate"), (halves[1], "up"))
         fused = number is None

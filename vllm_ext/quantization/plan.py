@@ -114,7 +114,8 @@ class Plan:
 def make_plan(checkpoint: Checkpoint, scheme: Scheme, format_name: str) -> Plan:
     """The plan for packing `checkpoint` with `scheme` in `format_name`.
 
-    Of a packed checkpoint the scheme's groups and zero points are its own; `scheme` then counts for its `method` alone.
+    A packed checkpoint keeps its own groups and zero points; `scheme` then counts for its `method` alone, and the plan
+    warns when it asks for others.
     Raises CheckpointError when nothing can be packed, or an unknown quantisation stands in the way.
     """
     if format_name not in FORMATS:
@@ -167,10 +168,18 @@ def _plan_packed(checkpoint: Checkpoint, scheme: Scheme, format_name: str) -> Pl
     options = first.options
     if options.method == format_name:
         raise CheckpointError(f"{checkpoint.folder}: already packed as {format_name}")
+    if scheme.ignore:
+        raise ValueError(f"quantize: {checkpoint.folder} is packed: `ignore` cannot bring its 16-bit experts back")
     left = find_experts(checkpoint)
     sixteen_bit = left.layers
     kind = None if options.symmetric else "float" if first.refs[packed.ZERO_POINT].dtype in ("F16", "BF16") else "int"
     warnings: list[str] = []
+    asked, defaults = (scheme.group_size_w13, scheme.group_size_w2, scheme.symmetric), Scheme()
+    if asked not in (
+        (options.group_size_w13, options.group_size_w2, options.symmetric),
+        (defaults.group_size_w13, defaults.group_size_w2, defaults.symmetric),
+    ):
+        warnings.append("the checkpoint is packed already: it keeps its own groups and zero points")
     if format_name == QUANT_METHOD:
         sizes = {
             shard: options.group_size(shard) or next(p.shape[1] for f in layers.values() for p in f if p.shard == shard)
@@ -189,7 +198,8 @@ def _plan_packed(checkpoint: Checkpoint, scheme: Scheme, format_name: str) -> Pl
         config["quantization_config"] = scheme.to_dict()
         reencoded = False
     else:
-        group, warnings = _common_group(layers, options.group_size_w13 or 0, options.group_size_w2 or 0)
+        group, more = _common_group(layers, options.group_size_w13 or 0, options.group_size_w2 or 0)
+        warnings += more
         reencoded = kind == "float"
         targets = dict.fromkeys(("w13", "w2"), Target(format_name, group, None if options.symmetric else "int"))
         ignore = _ignored_modules(checkpoint, left, layers)
