@@ -78,6 +78,16 @@ def _overflow(program: Program, allocation: Allocation) -> list[str]:
     return [b for b, top in allocation.peak.items() if top > buffers[b].usable and (b != "l0c" or program.chip.has_l0)]
 
 
+def _check_items(program: Program, what: str, remedy: str) -> None:
+    for item in program.items.values():
+        usable = program.chip.buffers[item.buffer].usable
+        if item.nbytes > usable:
+            raise ValueError(
+                f"{what} needs {item.nbytes} bytes of {item.buffer.upper()} for {item.tensor} alone, "
+                f"{program.chip.name} has {usable} usable; {remedy}"
+            )
+
+
 def plan_kernel(
     graph: Graph, chip: Chip, traffic: KernelTraffic, products: tuple[str, ...], orders: Sequence[str], label: str
 ) -> KernelPlan:
@@ -85,9 +95,12 @@ def plan_kernel(
 
     Raises ValueError, with the numbers, when none does.
     """
+    what = f"ha_npu: {label}: head_dim {graph.head_dim} with chunk_size {graph.chunk_size}"
+    remedy = "take a smaller head_dim or chunk_size, or another chip"
     best: tuple[Program, Allocation] | None = None
     for depth in range(STAGING_DEPTH, 0, -1):
         program = replace(lower(graph, chip, staging_depth=depth), product_order=products)
+        _check_items(program, what, remedy)
         for kind in orders:
             order = operator_order(program) if kind == "operator" else best_order(program, max_states=SEARCH_STATES)[0]
             allocation = allocate(program, order)
@@ -98,9 +111,8 @@ def plan_kernel(
     assert best is not None
     buffer = _overflow(*best)[0]
     raise ValueError(
-        f"ha_npu: {label}: head_dim {graph.head_dim} with chunk_size {graph.chunk_size} needs {best[1].peak[buffer]} "
-        f"bytes of {buffer.upper()} in its best order, {chip.name} has {chip.buffers[buffer].usable} usable; take a "
-        f"smaller head_dim or chunk_size, or a chip with a larger {buffer.upper()}"
+        f"{what} needs {best[1].peak[buffer]} bytes of {buffer.upper()} in its best order, {chip.name} has "
+        f"{chip.buffers[buffer].usable} usable; {remedy}"
     )
 
 

@@ -16,7 +16,7 @@ from vllm_ext.ha_npu.operators import OPERATORS
 from vllm_ext.ha_npu.plan import Plan, make_plan
 from vllm_ext.ha_npu.strategies import STRATEGIES
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+KIB, MIB = 2**10, 2**20
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -140,12 +140,12 @@ def table(plan: Plan) -> str:
         ("chip", f"{plan.chip.name}: {plan.chip.title}"),
         ("work", f"{plan.num_heads} heads, {plan.num_tokens} tokens in {len(plan.seq_lens)} sequence(s), "
                  f"head_dim {plan.head_dim}, chunk_size {plan.chunk_size}"),
-        ("MACs", f"{plan.macs / 1e9:.3f} G"),
-        ("global memory", f"{traffic.gm_bytes / MIB:.2f} MiB + {traffic.tail_gm_bytes / MIB:.2f} for cut heads"
-                          f" + {traffic.path_gm_bytes / MIB:.2f} for missing paths"),
-        *((f"  {name}", f"{moved / MIB:.2f} MiB") for name, moved in traffic.gm_by_kernel.items()),
-        ("L1 to L0", f"{traffic.l1_to_l0_bytes / MIB:.2f} MiB"),
-        ("device memory", f"{traffic.device_bytes / MIB:.2f} MiB"),
+        ("MACs", f"{plan.macs / 1e9:.3f} G" + _more(traffic.tail.macs / 1e9, "G")),
+        ("global memory", _mib(traffic.gm_bytes, traffic.tail.gm_bytes)),
+        *((f"  {name}", _mib(moved)) for name, moved in traffic.gm_by_kernel.items()),
+        *((("  missing paths", _mib(traffic.path_gm_bytes)),) if traffic.path_gm_bytes else ()),
+        ("L1 to L0", _mib(traffic.l1_to_l0_bytes, traffic.tail.l1_to_l0_bytes)),
+        ("device memory", _mib(traffic.device_bytes, traffic.tail.device_bytes)),
         ("layout transforms", f"{traffic.transforms} ({plan.chunk.transforms} a chunk of a head)"),
         *((f"peak {name.upper()}", _peak(plan, name)) for name in plan.peak_bytes),
         ("order", ", ".join(sorted({kernel.order_kind for kernel in plan.chunk.kernels}))),
@@ -157,6 +157,14 @@ def table(plan: Plan) -> str:
     ]  # fmt: skip
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
+
+
+def _more(amount: float, unit: str) -> str:
+    return f" + {amount:.2f} {unit} for cut heads" if amount else ""
+
+
+def _mib(size: int, tail: int = 0) -> str:
+    return f"{size / MIB:.2f} MiB" + _more(tail / MIB, "MiB")
 
 
 def _peak(plan: Plan, name: str) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from vllm_ext.ha_npu.work import ChunkWork
 
 WHOLE, COLUMNS, CHUNKS = "head", "columns", "chunks"
-SLACK = 1.02
+SLACK = 1.05
 """Less than the model of a chunk's work can tell apart, while the traffic it saves is exact."""
 
 
@@ -56,7 +56,7 @@ class HeadMapping:
     @property
     def idle_share(self) -> float:
         busy = sum(piece.end - piece.start for piece in self.pieces)
-        return 1 - busy / (self.makespan * self.cores) if self.makespan else 0.0
+        return max(0.0, 1 - busy / (self.makespan * self.cores)) if self.makespan else 0.0
 
     def by_core(self) -> dict[int, list[Piece]]:
         lanes: dict[int, list[Piece]] = {core: [] for core in range(self.cores)}

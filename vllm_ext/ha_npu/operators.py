@@ -91,7 +91,8 @@ def build_kda(chunk_size: int, head_dim: int, value_first: bool) -> Graph:
     """Kimi Delta Attention: one decay a token and channel, so the decay sits inside both products of keys and queries.
 
     exp(G_i - G_j) is split at the middle of the chunk: exp(G_i - G_mid) on the left operand, exp(G_mid - G_j) on the
-    right one. A kernel that meets steep gates splits at every 16 rows instead; the tiles and the order stay the same.
+    right one, as the paper's count of operands implies. In FP16 that holds while gates sum to less than 11 in half a
+    chunk; for steeper ones a kernel splits at every 16 rows, see docs/planner.md for what that costs.
     """
     c, d = chunk_size, head_dim
     b = GraphBuilder("kda", c, d, value_first)

@@ -5,21 +5,31 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from vllm_ext.ha_npu.allocator import Placement
 from vllm_ext.ha_npu.chips import Chip, load_chip
 from vllm_ext.ha_npu.chunk_plan import ChunkPlan, plan_chunk, tensor_layouts
-from vllm_ext.ha_npu.dataflow import chunk_gm_bytes, device_bytes, head_state_bytes
+from vllm_ext.ha_npu.dataflow import chunk_gm_bytes, chunk_products, device_bytes, head_state_bytes
 from vllm_ext.ha_npu.inversion import TILE
 from vllm_ext.ha_npu.layout import LayoutCosts, LayoutPlan, plan_layouts
-from vllm_ext.ha_npu.mapping import HeadMapping, map_heads, map_stages
+from vllm_ext.ha_npu.mapping import CHUNKS, HeadMapping, map_heads, map_stages
 from vllm_ext.ha_npu.operators import OPERATORS
-from vllm_ext.ha_npu.products import FRACTAL_BYTES
+from vllm_ext.ha_npu.products import FRACTAL_BYTES, PRODUCT_MACS
 from vllm_ext.ha_npu.strategies import STRATEGIES, chunk_head_chunk
 from vllm_ext.ha_npu.work import ChunkWork, chunk_work, stage_work
+
+
+@dataclass(frozen=True)
+class TailCost:
+    """What cut heads cost over whole ones: operands and products their parts repeat, what chunk-head-chunk stores."""
+
+    gm_bytes: int = 0
+    l1_to_l0_bytes: int = 0
+    device_bytes: int = 0
+    macs: int = 0
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,7 @@ class Traffic:
     """What a forward pass moves, and what it keeps in device memory, in bytes.
 
     gm_bytes            global memory, heads whole: inputs, results, states and whatever kernels leave for one another
-    tail_gm_bytes       what cutting the tail heads adds
+    tail                what cutting the tail heads adds, in full chunks
     path_gm_bytes       what goes through global memory because the chip lacks the direct path between two buffers
     l1_to_l0_bytes      operands of the matrix unit
     device_bytes        peak of device memory
@@ -36,7 +46,7 @@ class Traffic:
     """
 
     gm_bytes: int
-    tail_gm_bytes: int
+    tail: TailCost
     path_gm_bytes: int
     l1_to_l0_bytes: int
     device_bytes: int
@@ -45,14 +55,14 @@ class Traffic:
 
     @property
     def total_gm_bytes(self) -> int:
-        return self.gm_bytes + self.tail_gm_bytes + self.path_gm_bytes
+        return self.gm_bytes + self.tail.gm_bytes + self.path_gm_bytes
 
 
 @dataclass(frozen=True)
 class Plan:
     """A static plan of a prefill.
 
-    macs            multiply-accumulates of the matrix unit, padding of a short last chunk included
+    macs            multiply-accumulates of the matrix unit, heads whole, padding of a short last chunk included
     peak_bytes      by buffer ("ub", "l1", "l0a", "l0b", "l0c"): the highest byte in use on a core
     mapping         which core does which part of which head when
     order           the steps of a chunk; with several kernels "kernel: step"
@@ -119,7 +129,7 @@ class Plan:
             "macs": self.macs,
             "traffic": {
                 "gm_bytes": self.traffic.gm_bytes,
-                "tail_gm_bytes": self.traffic.tail_gm_bytes,
+                "tail": vars(self.traffic.tail),
                 "path_gm_bytes": self.traffic.path_gm_bytes,
                 "total_gm_bytes": self.traffic.total_gm_bytes,
                 "l1_to_l0_bytes": self.traffic.l1_to_l0_bytes,
@@ -249,10 +259,35 @@ def _traffic(plan: ChunkPlan, chip: Chip, heads: int, lengths: Sequence[int], ma
     chunks = heads * sum(counts.values())
     return Traffic(
         gm_bytes=sum(by_kernel.values()),
-        tail_gm_bytes=mapping.tail_gm_bytes,
+        tail=_tail(plan, chip, lengths, mapping),
         path_gm_bytes=chunks * sum(kernel.path_gm_bytes() for kernel in plan.kernels),
         l1_to_l0_bytes=chunks * plan.products.fractals * FRACTAL_BYTES if chip.has_l0 else 0,
         device_bytes=device_bytes(dataflow, heads, lengths),
         transforms=chunks * plan.transforms,
         gm_by_kernel=by_kernel,
     )
+
+
+def _tail(plan: ChunkPlan, chip: Chip, lengths: Sequence[int], mapping: HeadMapping) -> TailCost:
+    flow = plan.dataflow
+    size = flow.graph.chunk_size
+    whole = plan.products
+    fractals = products = device = 0
+    for (sequence, _), parts in mapping.column_parts.items():
+        part = replace(flow, graph=flow.graph.split(parts))
+        counts = chunk_products(part)
+        chunks = -(-lengths[sequence] // size)
+        fractals += chunks * (parts * counts.fractals - whole.fractals)
+        products += chunks * (parts * counts.products - whole.products)
+    cut = mapping.tiers[CHUNKS] if flow.name.startswith("ha-npu") else ()
+    if cut:
+        fallback = chunk_head_chunk(flow.graph.op, size, flow.graph.head_dim, chip)
+        counts = chunk_products(fallback)
+        for sequence, _ in cut:
+            chunks = -(-lengths[sequence] // size)
+            fractals += chunks * (counts.fractals - whole.fractals)
+            products += chunks * (counts.products - whole.products)
+            one = [lengths[sequence]]
+            device += device_bytes(fallback, 1, one) - device_bytes(flow, 1, one)
+    moved = fractals * FRACTAL_BYTES if chip.has_l0 else 0
+    return TailCost(mapping.tail_gm_bytes, moved, device, products * PRODUCT_MACS)

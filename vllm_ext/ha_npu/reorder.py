@@ -146,7 +146,10 @@ def lifetime_order(program: Program, *, width: int = 24) -> list[str]:
                 if after not in following or entry < following[after]:
                     following[after] = entry
         if not following:
-            raise ValueError(f"ha_npu: {program.chip.name}: the results of {program.graph.op} do not fit in L0C")
+            raise ValueError(
+                f"ha_npu: {program.chip.name}: no order of {program.graph.op} keeps its products within the {limit} "
+                "bytes of L0C; take a smaller head_dim or chunk_size"
+            )
         kept = sorted(following.items(), key=lambda pair: pair[1])[:width]
         beam = dict(kept)
     ((_, (_, _, _, _, path)),) = beam.items()

@@ -6,16 +6,18 @@ What the baselines do is read off their public sources; where a paper's port mus
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from vllm_ext.ha_npu.chips import Chip
 from vllm_ext.ha_npu.dataflow import Dataflow, Kernel
-from vllm_ext.ha_npu.graph import Graph, Tensor, replace_tensors
+from vllm_ext.ha_npu.graph import Graph, replace_tensors
+from vllm_ext.ha_npu.inversion import TILE
 from vllm_ext.ha_npu.operators import build_graph
 from vllm_ext.ha_npu.products import ProductPolicy
 from vllm_ext.ha_npu.rewrite import gemm_first
 
-FLA_COLUMN_TILES = 2
-"""flash-linear-attention runs its state and output kernels over tiles of 64 of the 128 value columns."""
+FLA_TILE_COLUMNS = 64
+"""flash-linear-attention runs its state and output kernels over tiles of so many value columns."""
 
 QLA_SEGMENTS = 2
 """FlashQLA's context parallelism cuts a sequence at least in two, or there would be no such stage."""
@@ -55,7 +57,7 @@ def fla(op: str, chunk_size: int, head_dim: int, chip: Chip) -> Dataflow:
     """flash-linear-attention: one kernel a stage, states ahead of every chunk in FP16, T returned to the caller."""
     graph = build_graph(op, chunk_size=chunk_size, head_dim=head_dim)
     graph = _stored_as(graph, "fp16", "t", "p", "kt")
-    tiles = FLA_COLUMN_TILES
+    tiles = max(1, head_dim // FLA_TILE_COLUMNS)
     stages = {
         "gdn": (
             Kernel("cumsum", ("gc",)),
@@ -116,8 +118,9 @@ def vllm_ascend(op: str, chunk_size: int, head_dim: int, chip: Chip) -> Dataflow
     return Dataflow("vllm-ascend", graph, kernels, policy, resident=False)
 
 
-def chunk_head_chunk(op: str, chunk_size: int, head_dim: int, chip: Chip, strips: int = 8) -> Dataflow:
-    """The third tier of the mapping: preparation by chunks, the recurrence by strips of columns, output by chunks."""
+def chunk_head_chunk(op: str, chunk_size: int, head_dim: int, chip: Chip) -> Dataflow:
+    """The third tier of the mapping: preparation by chunks, recurrence by strips of 16 columns, output by chunks."""
+    strips = head_dim // TILE
     graph, _ = gemm_first(build_graph(op, chunk_size=chunk_size, head_dim=head_dim))
     graph = _stored_as(graph, "fp16", "t", "p", "vn")
     first = tuple(name for name in ("t", "p") if name in graph.nodes)
@@ -139,14 +142,8 @@ def _stages(stages: Mapping[str, tuple[Kernel, ...]], op: str) -> tuple[Kernel, 
 
 
 def _stored_as(graph: Graph, dtype: str, *names: str) -> Graph:
-    tensors: dict[str, Tensor] = dict(graph.tensors)
-    for name in names:
-        if name in tensors:
-            old = tensors[name]
-            tensors[name] = Tensor(
-                old.name, old.rows, old.cols, dtype, old.role, old.value_axis, old.token_axis, old.triangular
-            )
-    return replace_tensors(graph, tensors)
+    tensors = {name: replace(graph.tensors[name], dtype=dtype) for name in names if name in graph.tensors}
+    return replace_tensors(graph, {**graph.tensors, **tensors})
 
 
 Strategy = Callable[[str, int, int, Chip], Dataflow]

@@ -7,14 +7,12 @@ a chunk takes the longer of computing and moving.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from vllm_ext.ha_npu.chips import Chip
-from vllm_ext.ha_npu.dataflow import Dataflow, KernelTraffic, chunk_gm_bytes, kernel_traffic
-from vllm_ext.ha_npu.graph import Graph
-from vllm_ext.ha_npu.lowering import FP32, VECTOR_REPEAT_BYTES, Program, lower
+from vllm_ext.ha_npu.dataflow import Dataflow, KernelTraffic, chunk_gm_bytes, kernel_graph, kernel_traffic
+from vllm_ext.ha_npu.lowering import FP32, VECTOR_REPEAT_BYTES, lower
 from vllm_ext.ha_npu.products import PRODUCT_MACS, count_products, operator_product_order
 
 VECTOR_UNITS = ("vector", "stage", "fetch", "drain", "store")
@@ -50,23 +48,18 @@ def gm_bytes_per_cycle(chip: Chip) -> float:
     return measured * 1000 / chip.clock_mhz if measured else chip.bytes_per_cycle["gm"]
 
 
-def compute_cycles(program: Program, nodes: Sequence[str], dataflow: Dataflow) -> float:
-    """Cycles of the matrix and vector work of some nodes of a program, copies between buffers included."""
-    graph, wanted = program.graph, set(nodes)
-    repeats = 0
-    for step in program.steps.values():
-        tensor = graph.tensors[step.tensor]
-        if step.unit in VECTOR_UNITS and (step.tensor in wanted or step.tensor not in graph.nodes):
-            repeats += -(-tensor.elements * FP32 // VECTOR_REPEAT_BYTES)
-    order = [name for name in operator_product_order(graph) if name in wanted]
-    products = count_products(graph, order, dataflow.policy).products
-    return repeats + products * PRODUCT_MACS / program.chip.macs_per_cycle
-
-
-def kernel_cycles(dataflow: Dataflow, graph: Graph, traffic: KernelTraffic, chip: Chip, tiles: int) -> float:
-    """Cycles of one column tile of a kernel for a chunk: the longer of computing and moving."""
-    moved = sum(traffic.reads.values()) + sum(traffic.writes.values())
-    return max(compute_cycles(lower(graph, chip), traffic.computed, dataflow), moved / tiles / gm_bytes_per_cycle(chip))
+def kernel_cycles(dataflow: Dataflow, traffic: KernelTraffic, chip: Chip) -> float:
+    """Cycles of a column tile of a kernel for a chunk: the longer of computing, with copies on the core, and moving."""
+    graph = kernel_graph(dataflow, traffic)
+    program = lower(graph, chip)
+    repeats = sum(
+        -(-graph.tensors[step.tensor].elements * FP32 // VECTOR_REPEAT_BYTES)
+        for step in program.steps.values()
+        if step.unit in VECTOR_UNITS
+    )
+    products = count_products(graph, operator_product_order(graph), dataflow.policy).products
+    moved = (sum(traffic.reads.values()) + sum(traffic.writes.values())) / traffic.kernel.column_tiles
+    return max(repeats + products * PRODUCT_MACS / chip.macs_per_cycle, moved / gm_bytes_per_cycle(chip))
 
 
 @cache
@@ -88,12 +81,9 @@ def chunk_work(dataflow: Dataflow, fallback: Dataflow, chip: Chip) -> ChunkWork:
 
     def fused(parts: int) -> float:
         (traffic,) = kernel_traffic(part(parts))
-        return kernel_cycles(dataflow, part(parts).graph, traffic, chip, 1)
+        return kernel_cycles(part(parts), traffic, chip)
 
-    phases = []
-    for traffic in kernel_traffic(fallback):
-        tiles = traffic.kernel.column_tiles
-        phases.append(kernel_cycles(fallback, fallback.graph.split(tiles), traffic, chip, tiles))
+    phases = [kernel_cycles(fallback, traffic, chip) for traffic in kernel_traffic(fallback)]
     strips = fallback.kernels[1].column_tiles
     choices = column_parts(dataflow.graph.head_dim)
     return ChunkWork(
@@ -110,12 +100,11 @@ def chunk_work(dataflow: Dataflow, fallback: Dataflow, chip: Chip) -> ChunkWork:
 
 
 def stage_work(dataflow: Dataflow, chip: Chip) -> ChunkWork:
-    """The work of a chunk under a staged baseline: kernels ahead of the recurrence, the recurrence, kernels behind it."""
+    """The work of a chunk under a staged baseline: kernels ahead of the recurrence, itself, and those behind it."""
     phases = [0.0, 0.0, 0.0]
     strips, phase = 1, 0
     for traffic in kernel_traffic(dataflow):
-        tiles = traffic.kernel.column_tiles
-        cycles = kernel_cycles(dataflow, dataflow.graph.split(tiles), traffic, chip, tiles)
+        tiles, cycles = traffic.kernel.column_tiles, kernel_cycles(dataflow, traffic, chip)
         if traffic.recurrent:
             phases[1], strips, phase = cycles, tiles, 2
         else:
