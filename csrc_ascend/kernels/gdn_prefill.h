@@ -49,6 +49,7 @@ class GdnPrefill {
     __aicore__ inline void Chunk(int32_t chunk, bool more);
     __aicore__ inline void StageInputs(int32_t tokens);
     __aicore__ inline void Gates();
+    __aicore__ inline void TileEdges();
     __aicore__ inline void InverseNorm(const FloatTile& spread, const FloatTile& compact, const HalfTile& rows);
     __aicore__ inline void ReadProducts();
     __aicore__ inline void Decays();
@@ -80,8 +81,8 @@ class GdnPrefill {
     FloatTile state_ub_, x_, y_, decay_, a_, swap_;
     HalfTile key_rows_, query_rows_, value_rows_, p_half_;
     FloatTile gate_, beta_compact_, gate_columns_, norm_columns_, norm_scratch_, minus_columns_;
-    FloatTile sum_, other_, beta_spread_, key_norm_, query_scale_, from_start_, minus_beta_;
-    FloatTile lower_mask_, upper_mask_, identity_;
+    FloatTile local_, tail_, beta_spread_, key_norm_, query_scale_, from_start_, minus_beta_;
+    FloatTile lower_mask_, upper_mask_, identity_, across_, edges_;
     HalfTile Half(const FloatTile& tile) const { return tile.ReinterpretCast<half>(); }
     // L1
     HalfTile keys_, queries_, state_l1_, negative_a_, inverse_, sums_, right_side_, p_, new_values_, tail_values_;

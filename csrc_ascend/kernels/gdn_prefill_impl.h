@@ -13,7 +13,7 @@ __aicore__ inline void GdnPrefill::AllocateBuffers() {
     const int32_t half_state = key * value / 2;
     const int32_t y_floats = y_size > half_state ? y_size : half_state;
     const int32_t total = key * value + kChunk * (2 * key + value) / 2 + kChunk * value + y_floats + 3 * square +
-                          7 * kSpread + 6 * kChunk + 3 * kSquare;
+                          7 * kSpread + 6 * kChunk + 3 * kSquare + 6 * kTile + 72;
     pipe_.InitBuffer(ub_, total * 4);
     auto take = [&](int32_t floats) {
         at += floats;
@@ -29,8 +29,8 @@ __aicore__ inline void GdnPrefill::AllocateBuffers() {
     a_ = take(square);
     swap_ = take(square);
     p_half_ = Half(swap_)[square];   // the other half of swap_ is scratch
-    sum_ = take(kSpread);
-    other_ = take(kSpread);
+    local_ = take(kSpread);
+    tail_ = take(kSpread);
     beta_spread_ = take(kSpread);
     key_norm_ = take(kSpread);
     query_scale_ = take(kSpread);
@@ -45,6 +45,8 @@ __aicore__ inline void GdnPrefill::AllocateBuffers() {
     lower_mask_ = take(kSquare);
     upper_mask_ = take(kSquare);
     identity_ = take(kSquare);
+    across_ = take(6 * kTile);
+    edges_ = take(72);
 
     const int32_t keys = kChunk * key, values = kChunk * value;
     pipe_.InitBuffer(l1_, (2 * keys + key * value + 3 * square - kChunk * kTile + 3 * kSquare + 3 * values) * 2);
@@ -173,27 +175,33 @@ __aicore__ inline void GdnPrefill::ReadProducts() {
     Multiply(read_, kq_left_, state_right_, 2 * kChunkTiles, value_tiles_, key_tiles_);
 }
 
-// Spread vectors of the chunk's gates and steps:
-//   sum G, from_start exp(G), minus_beta -beta/|k|, key_norm 1/|k|, query_scale s/|q|, and G and 1/|k| a float each.
+// Spread vectors of the chunk's gates and steps: local_ the sums of gates within a tile of 16 rows, from_start exp(G),
+// tail exp(G_last - G), minus_beta -beta/|k|, key_norm 1/|k|, query_scale s/|q|; gate_columns_ local_, a float each.
+// Sums never leave a tile: what lies between two rows is added up, not the difference of two long sums, so a steep gate
+// costs no accuracy but in its own tile.
 __aicore__ inline void GdnPrefill::Gates() {
     Maxs(gate_, gate_, kLowestGate, kChunk);
     HA_VECTOR_BARRIER();
-    Spread(other_, gate_, kChunk);
+    Spread(local_, gate_, kChunk);
     Spread(beta_spread_, beta_compact_, kChunk);
-    // Doubling: after step s every row holds the sum of the last 2 s gates; the two buffers swap roles.
-    FloatTile from = other_, to = sum_;
-    for (int32_t step = 1; step < kChunk; step *= 2) {
+    // Doubling within tiles: after step s every row holds the sum of the last 2 s gates; the two buffers swap roles.
+    FloatTile from = local_, to = tail_;
+    for (int32_t step = 1; step < kTile; step *= 2) {
         HA_VECTOR_BARRIER();
-        Adds(to, from, 0.0f, step * 8);
-        Add(to[step * 8], from[step * 8], from, (kChunk - step) * 8);
+        Adds(to, from, 0.0f, step * 8, kChunkTiles, UnaryRepeatParams(1, 1, kTile, kTile));
+        for (int32_t row = step; row < kTile; row += 8) {
+            const int32_t rows = kTile - row < 8 ? kTile - row : 8;
+            Add(to[row * 8], from[row * 8], from[(row - step) * 8], rows * 8, kChunkTiles,
+                BinaryRepeatParams(1, 1, 1, kTile, kTile, kTile));
+        }
         const FloatTile last = from;
         from = to;
         to = last;
     }
-    // Six steps: the sum ends where it began, in other_.
+    // Four steps: the sums end where they began, in local_.
     HA_VECTOR_BARRIER();
-    WholeReduceSum(gate_columns_, other_, 1, kChunk, 1, 1, 1);
-    Exp(from_start_, other_, kSpread);
+    WholeReduceSum(gate_columns_, local_, 1, kChunk, 1, 1, 1);
+    TileEdges();
     Muls(minus_beta_, beta_spread_, -1.0f, kSpread);
     Muls(minus_columns_, beta_compact_, -1.0f, kChunk);
     if (shape_.normalise) {
@@ -206,7 +214,46 @@ __aicore__ inline void GdnPrefill::Gates() {
     } else {
         Duplicate(query_scale_, shape_.scale, kSpread);
     }
+}
+
+// Sums over whole tiles and what follows from them. edges_: blocks 1..3 the gates before tile I, 4..7 those of tile I and
+// later, 8 exp of all; across_: for tiles I > J the gates between a row of J and the start of I, a float each.
+__aicore__ inline void GdnPrefill::TileEdges() {
+    auto total = [&](int32_t tile) { return local_[(tile * kTile + kTile - 1) * 8]; };
+    auto before = [&](int32_t tile) { return edges_[tile * 8]; };
+    auto onwards = [&](int32_t tile) { return edges_[(4 + tile) * 8]; };
+    auto across = [&](int32_t tile, int32_t earlier) { return across_[(tile * (tile - 1) / 2 + earlier) * kTile]; };
+    Adds(before(1), total(0), 0.0f, 8);
+    Adds(onwards(3), total(3), 0.0f, 8);
     HA_VECTOR_BARRIER();
+    for (int32_t step = 1; step < kChunkTiles; ++step) {
+        if (step + 1 < kChunkTiles) Add(before(step + 1), before(step), total(step), 8);
+        Add(onwards(3 - step), onwards(4 - step), total(3 - step), 8);
+        for (int32_t tile = step; tile < kChunkTiles; ++tile) {
+            const int32_t earlier = tile - step;
+            if (step == 1) {
+                Sub(across(tile, earlier), total(earlier), gate_columns_[earlier * kTile], kTile, 1,
+                    BinaryRepeatParams(1, 0, 1, 8, 0, 8));
+            } else {
+                Add(across(tile, earlier), across(tile - 1, earlier), total(tile - 1), kTile, 1,
+                    BinaryRepeatParams(1, 1, 0, 8, 8, 0));
+            }
+        }
+        HA_VECTOR_BARRIER();
+    }
+    for (int32_t tile = 0; tile < kChunkTiles; ++tile) {
+        const int32_t at = tile * kTile * 8;
+        if (tile == 0) {
+            Adds(from_start_, local_, 0.0f, kTile * 8);
+        } else {
+            Add(from_start_[at], local_[at], before(tile), kFloatMask, 2, BinaryRepeatParams(1, 1, 0, 8, 8, 0));
+        }
+        Sub(tail_[at], onwards(tile), local_[at], kFloatMask, 2, BinaryRepeatParams(1, 0, 1, 8, 0, 8));
+    }
+    Exp(edges_[8 * 8], onwards(0), 8);
+    HA_VECTOR_BARRIER();
+    Exp(from_start_, from_start_, kSpread);
+    Exp(tail_, tail_, kSpread);
 }
 
 // 1 / sqrt(sum of squares + 1e-6) of each row; the unit's estimate is refined by two Newton steps.
@@ -246,10 +293,13 @@ __aicore__ inline void GdnPrefill::InverseNorm(const FloatTile& spread, const Fl
 // decay_ij = exp(G_i - G_j) (times 1/|k_j|) for j <= i, tiles on and below the diagonal only.
 __aicore__ inline void GdnPrefill::Decays() {
     for (int32_t strip = 0; strip < kChunkTiles; ++strip) {
-        const int32_t rows = kChunk - strip * kTile;
         for (int32_t side = 0; side < 2; ++side) {
-            Sub(decay_[LowerAt(strip) + side * 8], other_[strip * kTile * 8], gate_columns_[strip * kTile + side * 8], kFloatMask,
-                rows / 8, BinaryRepeatParams(2, 1, 0, 16, 8, 0));
+            Sub(decay_[LowerAt(strip) + side * 8], local_[strip * kTile * 8], gate_columns_[strip * kTile + side * 8], kFloatMask, 2,
+                BinaryRepeatParams(2, 1, 0, 16, 8, 0));
+            for (int32_t tile = strip + 1; tile < kChunkTiles; ++tile)
+                Add(decay_[At(strip, tile * kTile, kChunk) + side * 8], local_[tile * kTile * 8],
+                    across_[(tile * (tile - 1) / 2 + strip) * kTile + side * 8], kFloatMask, 2,
+                    BinaryRepeatParams(2, 1, 0, 16, 8, 0));
         }
     }
     HA_VECTOR_BARRIER();
@@ -283,7 +333,7 @@ __aicore__ inline void GdnPrefill::DiagonalMultipliers() {
     const FloatTile columns = swap_;
     for (int32_t tile = 0; tile < kChunkTiles; ++tile) {
         for (int32_t side = 0; side < 2; ++side) {
-            Sub(columns[tile * kTile + side * 8], gate_columns_[tile * kTile + side * 8], other_[tile * kTile * 8], kFloatMask, 2,
+            Sub(columns[tile * kTile + side * 8], gate_columns_[tile * kTile + side * 8], local_[tile * kTile * 8], kFloatMask, 2,
                 BinaryRepeatParams(row_blocks, 0, 1, 8 * row_blocks, 0, 8));
         }
     }
@@ -408,19 +458,12 @@ __aicore__ inline void GdnPrefill::NewValues() {
     LoadRight(wide_right_, right_side_, kChunkTiles, value_tiles_);
     HA_ORDER(MTE1_M);
     LowerTimes(values_, t_left_, wide_right_, value_tiles_);
-    // exp(G_last - G), into sum_.
-    Sub(sum_, other_[(kChunk - 1) * 8], other_, kFloatMask, kChunk / 8, BinaryRepeatParams(1, 0, 1, 8, 0, 8));
-    HA_VECTOR_BARRIER();
-    Exp(sum_, sum_, kSpread);
-    if (shape_.normalise) {
-        HA_VECTOR_BARRIER();
-        Mul(sum_, sum_, key_norm_, kSpread);
-    }
+    if (shape_.normalise) Mul(tail_, tail_, key_norm_, kSpread);
     HA_ORDER(M_V);
     DrainRows(x_, values_, value_tiles_);
     HA_VECTOR_BARRIER();
     Cast(Half(y_), x_, RoundMode::CAST_NONE, kChunk * columns);
-    ScaleRows(x_, x_, sum_, kChunk, value_tiles_);
+    ScaleRows(x_, x_, tail_, kChunk, value_tiles_);
     HA_VECTOR_BARRIER();
     Cast(Half(y_)[kChunk * columns], x_, RoundMode::CAST_NONE, kChunk * columns);
     HA_ORDER(V_MTE3);
@@ -468,11 +511,8 @@ __aicore__ inline void GdnPrefill::UpdateState() {
     const int32_t step = strips / 2, floats = step * rows * kSquare;
     for (int32_t part = 0; part < 2; ++part) {
         const FloatTile state = state_ub_[part * floats];
-        // from_start_ has been scaled for the output: exp(G_last) comes from G again.
-        if (part == 0) Exp(from_start_, other_[(kChunk - 1) * 8], 8);
-        HA_VECTOR_BARRIER();
         for (int32_t strip = 0; strip < step; ++strip)
-            Mul(state[strip * rows * kSquare], state[strip * rows * kSquare], from_start_, kFloatMask, rows * kSquare / kFloatMask,
+            Mul(state[strip * rows * kSquare], state[strip * rows * kSquare], edges_[8 * 8], kFloatMask, rows * kSquare / kFloatMask,
                 BinaryRepeatParams(1, 1, 0, 8, 8, 0));
         if (part == 0) HA_ORDER(M_V);
         Drain(x_, change_[part * floats], 0, step * rows, step * rows, 1);

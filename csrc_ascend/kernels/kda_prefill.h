@@ -54,7 +54,15 @@ class KdaPrefill {
     __aicore__ inline void FetchState(int32_t floats);
     __aicore__ inline void LoadInputs(int32_t chunk);
     __aicore__ inline void Chunk(int32_t chunk, bool more);
+    // A row of float, a piece in each strip, with the blocks from one piece to the next.
+    struct EdgeRow {
+        FloatTile rows;
+        int32_t strip_blocks;
+    };
     __aicore__ inline void Gates();
+    __aicore__ inline void TileEdges();
+    __aicore__ inline EdgeRow Between(int32_t first, int32_t last) const;
+    __aicore__ inline void EdgeMinusLocal(int32_t row, const EdgeRow& edge, int32_t from);
     __aicore__ inline void Widen(int32_t tokens);
     __aicore__ inline void ScaleByNorm(const FloatTile& rows, float scale);
     __aicore__ inline void ReadOperands();
@@ -87,10 +95,10 @@ class KdaPrefill {
     TBuf<TPosition::CO1> l0c_;
 
     // UB. After DiagonalPairs the tiles of K, Q and the products serve the later steps, and the next gates arrive in decay_.
-    FloatTile sum_, key_, query_, decay_, product_;
+    FloatTile local_, key_, query_, decay_, product_;
     HalfTile key_rows_, query_rows_, value_rows_;
     FloatTile attention_, attention_rest_, columns_, columns_rest_;   // diagonal tiles [64, 16]; two partial sums each
-    FloatTile beta_compact_, beta_spread_, minus_beta_, minus_columns_, last_, last_spread_, norms_, identity_;
+    FloatTile beta_compact_, beta_spread_, minus_beta_, minus_columns_, last_, last_spread_, norms_, identity_, edges_;
     HalfTile Half(const FloatTile& tile) const { return tile.ReinterpretCast<half>(); }
     // L1
     FloatTile parked_;

@@ -5,6 +5,8 @@ namespace vllm_ext {
 
 constexpr int32_t kStripBlocks = kChunk * 2;   // 32-byte blocks of a float strip
 constexpr int32_t kTileBlocks = kTile * 2;     // of one of its tiles
+constexpr int32_t kEdgeRows = 6;               // rows of edges_
+constexpr int32_t kEdgeBlocks = kEdgeRows * 2; // of one of its strips
 
 __aicore__ inline void KdaPrefill::AllocateBuffers() {
     const int32_t key = shape_.key_dim, value = shape_.value_dim;
@@ -15,13 +17,13 @@ __aicore__ inline void KdaPrefill::AllocateBuffers() {
     if (tile < square * 2) tile = square * 2;
     int32_t at = 0;
     const int32_t total = 4 * tile + (broadcast > tile ? broadcast : tile) + (2 * keys + values) / 2 + 4 * column + kChunk +
-                          2 * kSpread + kChunk + key + 8 * key + 3 * kChunk + kSquare;
+                          2 * kSpread + kChunk + key + 8 * key + 3 * kChunk + kSquare + kEdgeRows * key;
     pipe_.InitBuffer(ub_, total * 4);
     auto take = [&](int32_t floats) {
         at += floats;
         return ub_.GetWithOffset<float>(floats, (at - floats) * 4);
     };
-    sum_ = take(tile);
+    local_ = take(tile);
     key_ = take(2 * tile);   // with query_ it holds a whole state
     query_ = key_[tile];
     decay_ = take(tile);
@@ -41,6 +43,7 @@ __aicore__ inline void KdaPrefill::AllocateBuffers() {
     last_spread_ = take(8 * key);
     norms_ = take(3 * kChunk);
     identity_ = take(kSquare);
+    edges_ = take(kEdgeRows * key);
 
     pipe_.InitBuffer(l1_, (5 * keys + 96 * key + key * value + 3 * square - kChunk * kTile + 3 * kSquare + 2 * values) * 2 + key * value * 4);
     at = 0;
@@ -148,38 +151,64 @@ __aicore__ inline void KdaPrefill::Chunk(int32_t chunk, bool more) {
     UpdateState();
 }
 
-// sum_ = running sums of the gates, NZ; exp of the last row, a float each and spread; -beta.
+// local_ = sums of the gates within tiles of 16 rows, NZ; exp of all of them, a float each and spread; -beta.
+// Sums never leave a tile: what lies between two rows is added up, not the difference of two long sums, so a steep gate
+// costs no accuracy but in its own tile.
 __aicore__ inline void KdaPrefill::Gates() {
     const int32_t row_blocks = shape_.key_dim / 8;
     for (int32_t strip = 0; strip < key_tiles_; ++strip) {
         for (int32_t side = 0; side < 2; ++side)
-            Maxs(sum_[At(strip, 0, kChunk) + side * 8], decay_[strip * kTile + side * 8], kLowestGate, kFloatMask, kChunk / 8,
+            Maxs(local_[At(strip, 0, kChunk) + side * 8], decay_[strip * kTile + side * 8], kLowestGate, kFloatMask, kChunk / 8,
                  UnaryRepeatParams(2, row_blocks, 16, 8 * row_blocks));
     }
     Spread(beta_spread_, beta_compact_, kChunk);
     Muls(minus_columns_, beta_compact_, -1.0f, kChunk);
-    // Eight runs of eight rows side by side, a repeat taking one row of each run for half a strip; then run after run.
+    // Eight runs of eight rows side by side, a repeat taking one row of each run for half a strip; then pairs of runs.
     for (int32_t row = 1; row < 8; ++row) {
         HA_VECTOR_BARRIER();
         for (int32_t side = 0; side < 2; ++side) {
-            const FloatTile to = sum_[row * kTile + side * 8];
-            Add(to, to, sum_[(row - 1) * kTile + side * 8], kFloatMask, key_tiles_,
+            const FloatTile to = local_[row * kTile + side * 8];
+            Add(to, to, local_[(row - 1) * kTile + side * 8], kFloatMask, key_tiles_,
                 BinaryRepeatParams(16, 16, 16, kStripBlocks, kStripBlocks, kStripBlocks));
         }
     }
-    for (int32_t run = 1; run < kChunk / 8; ++run) {
-        HA_VECTOR_BARRIER();
+    HA_VECTOR_BARRIER();
+    for (int32_t tile = 0; tile < kChunkTiles; ++tile) {
         for (int32_t side = 0; side < 2; ++side) {
-            const FloatTile to = sum_[run * 8 * kTile + side * 8];
-            Add(to, to, sum_[(run * 8 - 1) * kTile + side * 8], kFloatMask, key_tiles_,
+            const FloatTile to = local_[(tile * kTile + 8) * kTile + side * 8];
+            Add(to, to, local_[(tile * kTile + 7) * kTile + side * 8], kFloatMask, key_tiles_,
                 BinaryRepeatParams(2, 2, 0, kStripBlocks, kStripBlocks, kStripBlocks));
         }
     }
     HA_VECTOR_BARRIER();
     Muls(minus_beta_, beta_spread_, -1.0f, kSpread);
-    Exp(last_, sum_[(kChunk - 1) * kTile], kTile, key_tiles_, UnaryRepeatParams(1, 1, 2, kStripBlocks));
+    TileEdges();
+    Exp(last_, Between(0, 3).rows, kTile, key_tiles_, UnaryRepeatParams(1, 1, 2, Between(0, 3).strip_blocks));
     HA_VECTOR_BARRIER();
     Spread(last_spread_, last_, shape_.key_dim);
+}
+
+// The gates of tiles [first, last] as a row, a piece in each strip: a single tile's are its last row of local_.
+__aicore__ inline KdaPrefill::EdgeRow KdaPrefill::Between(int32_t first, int32_t last) const {
+    if (first == last) return {local_[(first * kTile + kTile - 1) * kTile], kStripBlocks};
+    constexpr int32_t place[3][4] = {{0, 0, 1, 2}, {0, 0, 3, 4}, {0, 0, 0, 5}};
+    return {edges_[place[first][last] * kTile], kEdgeBlocks};
+}
+__aicore__ inline void KdaPrefill::TileEdges() {
+    for (int32_t count = 1; count < kChunkTiles; ++count) {
+        for (int32_t first = 0; first + count < kChunkTiles; ++first) {
+            const EdgeRow to = Between(first, first + count), less = Between(first, first + count - 1);
+            Add(to.rows, less.rows, Between(first + count, first + count).rows, kTile, key_tiles_,
+                BinaryRepeatParams(1, 1, 1, to.strip_blocks, less.strip_blocks, kStripBlocks));
+        }
+        HA_VECTOR_BARRIER();
+    }
+}
+// dst rows [row, row + 8) = the row minus local_ rows [from, from + 8).
+__aicore__ inline void KdaPrefill::EdgeMinusLocal(int32_t row, const EdgeRow& edge, int32_t from) {
+    for (int32_t side = 0; side < 2; ++side)
+        Sub(decay_[row * kTile + side * 8], edge.rows[side * 8], local_[from * kTile + side * 8], kFloatMask, key_tiles_,
+            BinaryRepeatParams(2, 0, 2, kStripBlocks, edge.strip_blocks, kStripBlocks));
 }
 
 // K and s Q in NZ float, normalised if asked for; rows past the sequence become zero.
@@ -239,7 +268,17 @@ __aicore__ inline void KdaPrefill::ScaleByNorm(const FloatTile& rows, float scal
 // K exp(G), s Q exp(G) and K exp(G_last - G), to L1.
 __aicore__ inline void KdaPrefill::ReadOperands() {
     const int32_t keys = kChunk * shape_.key_dim;
-    Exp(decay_, sum_, keys);
+    for (int32_t row = 0; row < kTile; row += 4)
+        Adds(decay_[row * kTile], local_[row * kTile], 0.0f, kFloatMask, key_tiles_,
+             UnaryRepeatParams(1, 1, kStripBlocks, kStripBlocks));
+    for (int32_t row = kTile; row < kChunk; row += 8) {
+        const EdgeRow before = Between(0, row / kTile - 1);
+        for (int32_t side = 0; side < 2; ++side)
+            Add(decay_[row * kTile + side * 8], local_[row * kTile + side * 8], before.rows[side * 8], kFloatMask, key_tiles_,
+                BinaryRepeatParams(2, 2, 0, kStripBlocks, kStripBlocks, before.strip_blocks));
+    }
+    HA_VECTOR_BARRIER();
+    Exp(decay_, decay_, keys);
     HA_VECTOR_BARRIER();
     Mul(product_, key_, decay_, keys);
     HA_VECTOR_BARRIER();
@@ -250,11 +289,7 @@ __aicore__ inline void KdaPrefill::ReadOperands() {
     HA_ORDER(V_MTE3);
     DataCopy(read_keys_, key_rows_, keys);
     DataCopy(read_queries_, query_rows_, keys);
-    for (int32_t group = 0; group < kChunk / 8; ++group) {
-        for (int32_t side = 0; side < 2; ++side)
-            Sub(decay_[group * 8 * kTile + side * 8], sum_[(kChunk - 1) * kTile + side * 8], sum_[group * 8 * kTile + side * 8],
-                kFloatMask, key_tiles_, BinaryRepeatParams(2, 0, 2, kStripBlocks, kStripBlocks, kStripBlocks));
-    }
+    for (int32_t row = 0; row < kChunk; row += 8) EdgeMinusLocal(row, Between(row / kTile, kChunkTiles - 1), row);
     HA_VECTOR_BARRIER();
     Exp(decay_, decay_, keys);
     HA_VECTOR_BARRIER();
@@ -270,18 +305,8 @@ __aicore__ inline void KdaPrefill::ReadOperands() {
 // before each block relative to that same row.
 __aicore__ inline void KdaPrefill::PairOperands() {
     const int32_t key = shape_.key_dim;
-    for (int32_t block = 1; block < kChunkTiles; ++block) {
-        for (int32_t group = 0; group < 2; ++group) {
-            for (int32_t side = 0; side < 2; ++side) {
-                const int32_t at = (block * kTile + group * 8) * kTile + side * 8;
-                Sub(decay_[at], sum_[at], sum_[(block * kTile - 1) * kTile + side * 8], kFloatMask, key_tiles_,
-                    BinaryRepeatParams(2, 2, 0, kStripBlocks, kStripBlocks, kStripBlocks));
-            }
-        }
-    }
-    HA_VECTOR_BARRIER();
     for (int32_t strip = 0; strip < key_tiles_; ++strip)
-        Exp(decay_[At(strip, kTile, kChunk)], decay_[At(strip, kTile, kChunk)], 3 * kSquare);
+        Exp(decay_[At(strip, kTile, kChunk)], local_[At(strip, kTile, kChunk)], 3 * kSquare);
     HA_ORDER(MTE3_V);
     LaterRows(key_, key_rows_, later_keys_);
     LaterRows(query_, query_rows_, later_queries_);
@@ -310,13 +335,7 @@ __aicore__ inline void KdaPrefill::LaterRows(const FloatTile& rows, const HalfTi
 // The rows before `block`, times exp(last of them - row), to L1 as NZ [16 block, key_dim]; scratch from row block `at` on.
 __aicore__ inline void KdaPrefill::EarlierRows(int32_t block, int32_t at, const HalfTile& staging, const HalfTile& l1) {
     const int32_t rows = block * kTile, shift = at * kSquare;
-    for (int32_t group = 0; group < rows / 8; ++group) {
-        for (int32_t side = 0; side < 2; ++side) {
-            const int32_t row = group * 8 * kTile + side * 8;
-            Sub(decay_[shift + row], sum_[(rows - 1) * kTile + side * 8], sum_[row], kFloatMask, key_tiles_,
-                BinaryRepeatParams(2, 0, 2, kStripBlocks, kStripBlocks, kStripBlocks));
-        }
-    }
+    for (int32_t row = 0; row < rows; row += 8) EdgeMinusLocal(at * kTile + row, Between(row / kTile, block - 1), row);
     HA_VECTOR_BARRIER();
     for (int32_t strip = 0; strip < key_tiles_; ++strip)
         Exp(decay_[shift + At(strip, 0, kChunk)], decay_[shift + At(strip, 0, kChunk)], rows * kTile);
@@ -373,7 +392,7 @@ __aicore__ inline void KdaPrefill::DiagonalPairs() {
         // Four rows of a tile a repeat, for the rows that are `distance` below another one of their tile.
         for (int32_t row = distance; row < kTile; row += 4) {
             const int32_t lanes = (kTile - row < 4 ? kTile - row : 4) * kTile;
-            Sub(decay_[row * kTile], sum_[row * kTile], sum_[(row - distance) * kTile], lanes, tiles,
+            Sub(decay_[row * kTile], local_[row * kTile], local_[(row - distance) * kTile], lanes, tiles,
                 BinaryRepeatParams(1, 1, 1, kTileBlocks, kTileBlocks, kTileBlocks));
         }
         HA_VECTOR_BARRIER();

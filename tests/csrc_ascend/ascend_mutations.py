@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from ascend_problems import make_call
+from vllm_ext.benchmarks.ascend_problems import make_call
 
 from vllm_ext.ops.linear_attention.ascend_sim.prefill import Task, run_prefill
 from vllm_ext.ops.linear_attention.ascend_sim.session import SimulatorViolation
