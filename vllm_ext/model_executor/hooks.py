@@ -27,8 +27,10 @@ def wrap_load_model(base_loader: Any) -> None:
     @functools.wraps(load_model)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         model = load_model(self, *args, **kwargs)
-        vllm_config = kwargs.get("vllm_config", args[0] if args else None)
-        after_load(vllm_config, model)
+        call = {**dict(zip(("vllm_config", "model_config"), args, strict=False)), **kwargs}
+        # A speculative draft is loaded the same way, and may well have neither experts nor linear attention.
+        if call["model_config"] is call["vllm_config"].model_config:
+            after_load(call["vllm_config"], model)
         return model
 
     cls.load_model = wrapped

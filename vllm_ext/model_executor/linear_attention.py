@@ -6,6 +6,7 @@ how they find the layer, is in `linear_attention_hooks`. Decode stays vLLM's.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -54,6 +55,11 @@ class LayerPrefill:
             return stock()
 
 
+@functools.cache
+def _announce(op: str, backend: str) -> None:
+    logger.info("ha_npu: %s prefill by vllm_ext backend %s; decode and full attention stay vLLM's", op.upper(), backend)
+
+
 def make_layer_prefill(layer_name: str, problem: Problem, fallback: bool) -> LayerPrefill | None:
     """The prefill of a layer with these sizes; None when nothing here can serve it and a fallback was asked for.
 
@@ -64,6 +70,7 @@ def make_layer_prefill(layer_name: str, problem: Problem, fallback: bool) -> Lay
     if choice is None:
         return None
     module, passed_over = choice
+    _announce(problem.op, module.NAME)
     logger.debug(
         "%s: %s prefill by vllm_ext backend %s%s (%d key heads of %d, %d value heads of %d, %s)",
         layer_name,

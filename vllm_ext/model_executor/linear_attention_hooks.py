@@ -215,8 +215,8 @@ def _serve_function(module: Any, name: str, serve: Callable[..., Any]) -> None:
 
 
 def _prefer_triton(module: Any) -> None:
-    """Under ha_npu, keep vLLM from preparing for a GDN prefill kernel that then is not called."""
-    resolve = module._resolve_gdn_prefill_backend
+    """Under ha_npu, keep vLLM from preparing for, and announcing, a GDN prefill kernel that then is not called."""
+    resolve, announce = module._resolve_gdn_prefill_backend, module._log_gdn_backend_decision
     if getattr(resolve, _MARK, False):
         return
 
@@ -226,5 +226,11 @@ def _prefer_triton(module: Any) -> None:
             return "triton", "triton"
         return resolve(vllm_config, *args, **kwargs)
 
+    @functools.wraps(announce)
+    def announced(vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        if not _options(vllm_config).linear_attn_backend:
+            announce(vllm_config, *args, **kwargs)
+
     setattr(wrapped, _MARK, True)
     module._resolve_gdn_prefill_backend = wrapped
+    module._log_gdn_backend_decision = announced
