@@ -1,4 +1,4 @@
-"""The Ascend C kernels' arithmetic in FP64, with operands rounded to FP16 where the kernels round them, and nowhere else.
+"""The Ascend C kernels' arithmetic in FP64, with operands rounded to FP16 where the kernels round them, nowhere else.
 
 Against the unrounded definition a kernel differs by what FP16 operands cost any kernel; against this it differs only by
 FP32 sums and the FP16 output, so that a mistake of any other kind stands out.
@@ -70,7 +70,7 @@ def kda_chunk(
 
 
 def _decayed_products(x: torch.Tensor, k: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """x_i.k_j with decay exp(G_i - G_j) for j <= i: through FP16 factors below the diagonal tiles, exactly within them."""
+    """x_i.k_j with decay exp(G_i - G_j), j <= i: through FP16 factors below the diagonal tiles, exactly within them."""
     out = x.new_zeros(CHUNK, CHUNK)
     for start in range(0, CHUNK, TILE):
         rows = slice(start, start + TILE)

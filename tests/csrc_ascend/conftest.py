@@ -1,4 +1,4 @@
-"""Built once a session; the tests here need a C++ compiler."""
+"""The tests here need a C++ compiler; what they build is cached by its sources."""
 
 from __future__ import annotations
 
@@ -15,3 +15,11 @@ def rule_kernels() -> Path:
     if build.compiler() is None:
         pytest.skip("no C++ compiler on this machine")
     return build.build(Path(__file__).with_name("rule_kernels.cpp"))
+
+
+@pytest.fixture(scope="session")
+def prefill_kernels() -> Path:
+    """The shared object of the prefill kernels; `run_prefill` finds it by itself."""
+    if build.missing():
+        pytest.skip(build.missing())
+    return build.build()
