@@ -108,7 +108,8 @@ def run_engines(model: str, common: dict[str, Any], folder: Path, timeout: float
         result = folder / f"{index}.json"
         text = log.read_text(errors="replace")
         answers[name] = json.loads(result.read_text()) if result.exists() else {"error": text[-3000:]}
-        answers[name]["served"] = sorted({line.split("] ")[-1] for line in text.splitlines() if "prefill by vllm_ext" in line})
+        served = {line.split("] ")[-1] for line in text.splitlines() if "prefill by vllm_ext" in line}
+        answers[name]["served"] = sorted(served)
         print(f"{name}: {'failed' if 'error' in answers[name] else 'answered'}", flush=True)
     return answers
 
