@@ -17,6 +17,7 @@ import argparse
 import math
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,15 +44,15 @@ class Arm:
 
 ARMS = (
     Arm("BF16"),
+    Arm("group 32", (32, 32)),
     Arm("default", (128, 64)),
-    Arm("default groups, minmax", (128, 64), method="minmax"),
     Arm("default groups, int zero", (128, 64), zero_point="int"),
     Arm("default groups, symmetric", (128, 64), zero_point=None),
+    Arm("default groups, minmax", (128, 64), method="minmax"),
     Arm("group 64", (64, 64)),
-    Arm("group 32", (32, 32)),
-    Arm("group 32, minmax", (32, 32), method="minmax"),
     Arm("group 32, int zero", (32, 32), zero_point="int"),
     Arm("group 32, symmetric", (32, 32), zero_point=None),
+    Arm("group 32, minmax", (32, 32), method="minmax"),
 )
 
 
@@ -133,8 +134,8 @@ def apply_arm(arm: Arm, weights: list[tuple[torch.nn.Parameter, int]], originals
     return stored
 
 
-def measure(model_path: Path, arms: list[Arm], limit: int | None) -> dict[str, Any]:
-    """Run `arms` and return the results with a description of the machine."""
+def measure(model_path: Path, arms: list[Arm], limit: int | None) -> Iterator[dict[str, Any]]:
+    """Run `arms`, giving the results so far, with a description of the machine, after each."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -147,22 +148,22 @@ def measure(model_path: Path, arms: list[Arm], limit: int | None) -> dict[str, A
     model = model.float()
     weights = expert_weights(model)
 
-    rows = []
-    for arm in arms:
-        start = time.perf_counter()
-        nbytes = apply_arm(arm, weights, originals)
-        value = perplexity(model, texts, arm.name)
-        rows.append(
-            {**asdict(arm), "perplexity": value, "expert_bytes": nbytes, "seconds": time.perf_counter() - start}
-        )
-    return {
+    rows: list[dict[str, Any]] = []
+    results = {
         "benchmark": "perplexity",
         "model": "SmolLM2-135M-Instruct as 8 experts of 192",
         "texts": len(sequences),
         "tokens": sum(len(sequence) - 1 for sequence in sequences),
-        "rows": rows,
         "machine": describe_run(),
+        "rows": rows,
     }
+    for arm in arms:
+        start = time.perf_counter()
+        nbytes = apply_arm(arm, weights, originals)
+        value = perplexity(model, texts, arm.name)
+        row = {**asdict(arm), "perplexity": value, "expert_bytes": nbytes, "seconds": time.perf_counter() - start}
+        rows.append(row)
+        yield results
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -198,8 +199,9 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 1
     arms = [arm for arm in ARMS if args.arms is None or arm.name in args.arms]
-    results = measure(args.model, arms, args.limit)
-    write_json(args.output, results)
+    results: dict[str, Any] = {}
+    for results in measure(args.model, arms, args.limit):
+        write_json(args.output, results)
     print(markdown(results))
     print(f"Wrote {args.output}")
     return 0
