@@ -21,6 +21,10 @@ RESULTS = Path(__file__).parent / "results"
 
 # name: (module and attribute, a `Benchmark` or a main(argv); help)
 BENCHMARKS = {
+    "ascend-accuracy": (
+        "vllm_ext.benchmarks.ascend_accuracy:BENCHMARK",
+        "the simulated Ascend C prefill kernels against FP64, 720 cases",
+    ),
     "moe-cpu": ("vllm_ext.benchmarks.moe_cpu:BENCHMARK", "4-bit experts on this CPU against vLLM's BF16 experts"),
     "perplexity": ("vllm_ext.benchmarks.perplexity:main", "perplexity of a real model, by quantiser and group size"),
     "serve-cpu": ("vllm_ext.benchmarks.serve_cpu:main", "vLLM's tokens per second on this CPU, BF16 and 4 bits"),
@@ -114,7 +118,7 @@ def run_benchmark(benchmark: Benchmark, argv: list[str]) -> int:
 
 def usage() -> str:
     """The list of benchmarks."""
-    rows = "\n".join(f"  {name:14}{text}" for name, (_, text) in BENCHMARKS.items())
+    rows = "\n".join(f"  {name:16}{text}" for name, (_, text) in BENCHMARKS.items())
     return f"usage: vllm-ext bench NAME ...\n\n{rows}\n\n`vllm-ext bench NAME --help` tells a benchmark's options.\n"
 
 

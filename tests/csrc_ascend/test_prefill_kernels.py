@@ -180,7 +180,7 @@ def test_every_head_is_computed_alike_on_any_number_of_cores(op: str, heads: int
 
 @pytest.mark.parametrize("op", OPS)
 def test_repeated_keys_do_not_break_the_inversion(op: str) -> None:
-    """One key at every token, beta near 1, hardly a decay: powers of A reach 10^16 in a chunk, the inverse stays within 1."""
+    """One key at every token, beta near 1, hardly a decay: powers of A outgrow FP16, its inverse stays within 1."""
     call = make_call(op, tokens=128, seed=23, steep=0.0)
     call = dataclasses.replace(
         call, k=call.k[:, :1].expand_as(call.k).contiguous(), g=call.g * 1e-4, beta=call.beta * 0 + 0.99
@@ -225,8 +225,8 @@ def test_backend_through_the_public_function(op: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_counters_equal_the_plan(op: str) -> None:
     """Global memory to the byte; fractals and products as the planner's product model counts them for these kernels:
-    operands kept in L0, tiles above diagonals left out, diagonal tiles inverted on the vector unit. KDA sums the diagonal
-    tiles of K K^T and Q K^T on the vector unit: 2 x 4 tiles of 8 products fewer."""
+    operands kept in L0, tiles above diagonals left out, diagonal tiles inverted on the vector unit. KDA sums the
+    diagonal tiles of K K^T and Q K^T on the vector unit: 2 x 4 tiles of 8 products fewer."""
     tokens, heads = 256, 10
     call = make_call(op, tokens=tokens, key_heads=heads, value_heads=heads, seed=37)
     counters = run_prefill(op, call).counters
