@@ -13,9 +13,23 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any
+
+_peak_private_bytes = 0
+
+
+def watch_private_memory() -> None:
+    """Keep the largest RssAnon: pages of a mapped checkpoint count in the resident size, but are not the process's."""
+    global _peak_private_bytes
+    while True:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                _peak_private_bytes = max(_peak_private_bytes, int(line.split()[1]) * 1024)
+        time.sleep(0.05)
 
 
 def forget_half_as_fast() -> None:
@@ -48,6 +62,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     result: dict[str, Any] = {"log_probs": [], "tokens": [], "margins": []}
+    result["peak_private_bytes"] = _peak_private_bytes
     for output in outputs:
         pairs = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[1:]
         result["log_probs"].append([entry[token].logprob for token, entry in pairs])
@@ -63,6 +78,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 def main(jobs_path: str, results_path: str) -> None:
     """Run every job; a failed one leaves its error. Put jobs meant to fail last: vLLM may not start again after one."""
     results = []
+    threading.Thread(target=watch_private_memory, daemon=True).start()
     for job in json.loads(Path(jobs_path).read_text()):
         print(f"engine_runner: {Path(job['model']).name} {job.get('options', {})}", flush=True)
         try:

@@ -167,6 +167,21 @@ def test_bad_input_is_an_error_that_names_it(answers, run, says):
     assert says in answers[run]["error"] + answers[run]["log"]
 
 
+def test_a_16_bit_model_never_accumulates_while_it_is_quantised(run_engines, tiny_model):
+    """C19: methods that quantise after loading need the memory of the whole 16-bit model first."""
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 64, "num_hidden_layers": 6}
+    expert_bytes = 2 * 3 * 512 * 512 * 64 * 6
+    model = tiny_model("qwen3-moe", **sizes)
+    peaks = []
+    for given in ({}, W4):
+        engine = {**given, "num_gpu_blocks_override": 32, "max_model_len": 64}
+        (result,) = run_engines([{"model": model, "prompts": [[1, 2, 3]], "options": engine, "max_tokens": 1}])
+        peaks.append(result["peak_private_bytes"])
+    one_layer = expert_bytes / 6
+    in_4_bits = expert_bytes * 0.28
+    assert peaks[1] < peaks[0] - expert_bytes + in_4_bits + 1.5 * one_layer, peaks
+
+
 def test_tensor_and_expert_parallel_ranks_sum_to_one_rank(answers, checkpoints, run_engines, prompts):
     """C02 and C03: 96 columns over two ranks are 48 each, which begin inside a group of 64."""
     jobs = [
