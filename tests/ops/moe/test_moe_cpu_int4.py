@@ -82,7 +82,7 @@ def test_our_kernel_multiplies_to_fp32_accuracy(rows: int, kernel_group: int) ->
 def test_special_values_stay_in_their_row() -> None:
     if cpu_native.load()[0] is None:
         pytest.skip(cpu_native.load()[1])
-    codes = torch.randint(0, 16, (64, 64), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    codes = torch.randint(0, 16, (64, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     both = torch.ones(2, 64, 2, dtype=torch.bfloat16)
     x = torch.ones(4, 64, dtype=torch.bfloat16)
     x[1, 3], x[2, 5] = float("nan"), float("inf")

@@ -110,14 +110,15 @@ def _openmp_runtimes() -> list[Path]:
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Codes [N, K], N a multiple of 64, to the kernel's order: int16 [N, K / 4] holding [N / 64, K / 2, 32] words.
+    """Codes uint8 [N, K], N a multiple of 64, to the kernel's order: int16 [N, K / 4] holding [N / 64, K / 2, 32] words.
 
     Word 2 * lane + p of a pair of columns holds, in nibble j, row 16 * j + lane of column 2 * pair + p.
     """
     rows, columns = codes.shape
-    nibbles = codes.int().view(rows // BLOCK, 4, 16, columns // 2, 2).permute(0, 3, 2, 4, 1)
-    words = nibbles[..., 0] | nibbles[..., 1] << 4 | nibbles[..., 2] << 8 | nibbles[..., 3] << 12
-    return words.to(torch.int16).reshape(rows, columns // 4)
+    lanes = codes.view(rows // BLOCK, 4, 16, columns // 2, 2)
+    low, high = (lanes[:, j] | lanes[:, j + 1] << 4 for j in (0, 2))
+    words = torch.stack((low, high), dim=-1).permute(0, 2, 1, 3, 4).contiguous()
+    return words.view(torch.int16).view(rows, columns // 4)
 
 
 def int4_matmul(
