@@ -87,9 +87,9 @@ def test_the_time_of_a_plan_is_linear_in_the_chunks() -> None:
     """Doubling the chunks doubles the work of the programme, 64K tokens take well under a second."""
     graph, _ = gemm_first(build_graph("gdn"))
     plan_layouts(graph, 8)
-    start = time.perf_counter()
+    start = time.process_time()
     short = plan_layouts(graph, 1024)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert plan_layouts(graph, 2048).total_cost - short.total_cost == pytest.approx(1024 * short.chunk_cost)
     costs = dict.fromkeys(product(LAYOUTS, LAYOUTS), 1.0)
     visits = 0

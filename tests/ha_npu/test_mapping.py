@@ -103,6 +103,15 @@ def test_one_core_does_whole_heads_one_after_another() -> None:
     assert mapping.makespan == pytest.approx(7 * 8 * WORK["kda"].whole)
 
 
+def test_a_head_too_narrow_to_cut_still_falls_back_to_chunks() -> None:
+    """48 columns fall into no even number of tiles; the third tier needs no such cut."""
+    work = chunk_work(ha_npu("gdn", 64, 48, CHIP), chunk_head_chunk("gdn", 64, 48, CHIP), CHIP)
+    mapping = map_heads(1, 10, [64], work)
+    assert len(mapping.tiers[CHUNKS]) == 1
+    assert mapping.makespan < mapping.head_only_makespan
+    check(mapping, 1, [64], work)
+
+
 def test_empty_sequences_map_to_nothing() -> None:
     mapping = map_heads(4, 10, [0, 0], WORK["gdn"])
     assert mapping.pieces == ()

@@ -126,7 +126,7 @@ def test_the_heuristic_is_optimal_on_310p_and_not_always() -> None:
     for op in OPS:
         of = program(op)
         assert live_peak(of, lifetime_order(of)) == best_order(of)[1]
-    halves = lower(gemm_first(build_graph("kda"))[0].split(2), load_chip("910b4"))
+    halves = program("kda", "910b4")
     assert live_peak(halves, lifetime_order(halves)) - best_order(halves)[1] == 16 * KIB
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -51,11 +52,16 @@ def test_extremes(heads: int, tokens: int, chip: str) -> None:
 def test_64k_tokens_are_planned_in_under_a_second(op: str) -> None:
     plan_chunk.cache_clear()
     _work.cache_clear()
-    start = time.perf_counter()
+    start = time.process_time()
     plan = make_plan(op, chip="310p1", num_heads=32, num_tokens=65536)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert plan.layout_plan is not None
     assert len(plan.layout_plan.state) == 1025
+
+
+def test_the_planner_imports_neither_torch_nor_vllm() -> None:
+    code = "import sys, vllm_ext.ha_npu; sys.exit(len({'torch', 'vllm', 'matplotlib'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 GOOD = {"chip": "310p1", "num_heads": 16, "num_tokens": 4096}

@@ -57,6 +57,11 @@ class Chip:
     split_cores: bool
 
     @property
+    def lanes(self) -> int:
+        """How many vector cores serve a matrix core, each with its share of the value columns in a UB of its own."""
+        return self.vector_cores // self.cores if self.vector_cores else 1
+
+    @property
     def has_l0(self) -> bool:
         """Whether the matrix unit has operand buffers of its own, filled from L1."""
         return self.buffers["l0a"].usable > 0

@@ -68,11 +68,6 @@ class ChunkPlan:
         return peak
 
 
-def core_lanes(chip: Chip) -> int:
-    """How many vector cores serve a matrix core, each with its share of the value columns in its own UB."""
-    return chip.vector_cores // chip.cores if chip.vector_cores else 1
-
-
 def _overflow(program: Program, allocation: Allocation) -> list[str]:
     buffers = program.chip.buffers
     return [b for b, top in allocation.peak.items() if top > buffers[b].usable and (b != "l0c" or program.chip.has_l0)]
@@ -130,7 +125,7 @@ def plan_chunk(op: str, chip_name: str, head_dim: int, chunk_size: int, strategy
     kernels = []
     transforms = 0
     for traffic in kernel_traffic(dataflow):
-        graph = kernel_graph(dataflow, traffic).split(core_lanes(chip))
+        graph = kernel_graph(dataflow, traffic)
         products = tuple(name for name in sequence if name in graph.nodes) if fused else ()
         kernels.append(plan_kernel(graph, chip, traffic, products, orders, f"{strategy} {op}"))
         if chip.blocked_operands and not fused:

@@ -99,7 +99,9 @@ class _Lowering:
         self.steps: dict[str, Step] = {}
 
     def item(self, buffer: str, tensor: Tensor, *, pinned: bool = False) -> str:
-        size = tensor.elements * (FP16 if buffer == "l1" else FP32)
+        # Vector cores that share a matrix core split the value columns; L1 and L0C hold all of them.
+        elements = tensor.split(self.chip.lanes).elements if buffer == "ub" else tensor.elements
+        size = elements * (FP16 if buffer == "l1" else FP32)
         key = f"{buffer}:{tensor.name}"
         self.items[key] = Item(key, buffer, tensor.name, self.chip.buffers[buffer].align(size), pinned)
         return key

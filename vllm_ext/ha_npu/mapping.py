@@ -135,16 +135,13 @@ def map_heads(num_heads: int, cores: int, sequence_chunks: Sequence[int], work: 
     trials: list[tuple[_Schedule, tuple[int, int, int]]] = [(base, (0, 0, 0))]
     for tail in _tail_lengths(len(tasks), cores):
         head = _whole(tasks[: len(tasks) - tail], cores, work)
-        for parts in work.column:
-            for last in sorted({0, 1, 2, tail % max(cores // parts, 1), tail}):
-                if last > tail:
-                    continue
-                trial = head.copy()
-                _columns(trial, tasks[len(tasks) - tail : len(tasks) - last], parts, work)
-                if last:
-                    trial.chunk_head_chunk(tasks[len(tasks) - last :], work)
-                if trial.makespan() <= head_only:
-                    trials.append((trial, (tail, parts, last)))
+        for parts, last in _cuts(tail, cores, work):
+            trial = head.copy()
+            _columns(trial, tasks[len(tasks) - tail : len(tasks) - last], parts, work)
+            if last:
+                trial.chunk_head_chunk(tasks[len(tasks) - last :], work)
+            if trial.makespan() <= head_only:
+                trials.append((trial, (tail, parts, last)))
     limit = SLACK * min(trial.makespan() for trial, _ in trials)
     timely = [(trial, cut) for trial, cut in trials if trial.makespan() <= limit]
     best, best_cut = min(timely, key=lambda pair: (_tail_bytes(tasks, pair[1], work), pair[0].makespan()))
@@ -170,6 +167,15 @@ def _tail_lengths(tasks: int, cores: int) -> list[int]:
     )
 
 
+def _cuts(tail: int, cores: int, work: ChunkWork) -> list[tuple[int, int]]:
+    """(parts of a head, heads left for chunk-head-chunk) worth trying on a tail."""
+    cuts = [(1, tail)]
+    for parts in work.column:
+        together = max(cores // parts, 1)
+        cuts += [(parts, last) for last in sorted({0, 1, 2, tail % together}) if last < tail]
+    return cuts
+
+
 def _whole(tasks: Sequence[_Task], cores: int, work: ChunkWork) -> _Schedule:
     schedule = _Schedule(cores)
     for task in tasks:
@@ -187,9 +193,8 @@ def _tail_bytes(tasks: Sequence[_Task], cut: tuple[int, int, int], work: ChunkWo
     """Global-memory bytes a tail adds to those of whole heads."""
     tail, parts, last = cut
     middle, end = len(tasks) - tail, len(tasks) - last
-    columns = sum(task.chunks for task in tasks[middle:end]) * (
-        work.column_bytes[parts] - work.whole_bytes if tail else 0
-    )
+    extra = work.column_bytes[parts] - work.whole_bytes if middle < end else 0
+    columns = extra * sum(task.chunks for task in tasks[middle:end])
     return columns + sum(task.chunks for task in tasks[end:]) * (work.chunks_bytes - work.whole_bytes)
 
 

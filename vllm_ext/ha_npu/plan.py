@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,14 +17,17 @@ from vllm_ext.ha_npu.inversion import TILE
 from vllm_ext.ha_npu.layout import LayoutCosts, LayoutPlan, plan_layouts
 from vllm_ext.ha_npu.mapping import CHUNKS, HeadMapping, map_heads, map_stages
 from vllm_ext.ha_npu.operators import OPERATORS
-from vllm_ext.ha_npu.products import FRACTAL_BYTES, PRODUCT_MACS
+from vllm_ext.ha_npu.products import FRACTAL_BYTES, PRODUCT_MACS, count_products
 from vllm_ext.ha_npu.strategies import STRATEGIES, chunk_head_chunk
 from vllm_ext.ha_npu.work import ChunkWork, chunk_work, stage_work
 
 
 @dataclass(frozen=True)
 class TailCost:
-    """What cut heads cost over whole ones: operands and products their parts repeat, what chunk-head-chunk stores."""
+    """What cut heads cost over whole ones: operands and products their parts repeat, what chunk-head-chunk stores.
+
+    `l1_to_l0_bytes` is negative where a part's operands fit in L0 together and a whole head's do not.
+    """
 
     gm_bytes: int = 0
     l1_to_l0_bytes: int = 0
@@ -274,8 +277,7 @@ def _tail(plan: ChunkPlan, chip: Chip, lengths: Sequence[int], mapping: HeadMapp
     whole = plan.products
     fractals = products = device = 0
     for (sequence, _), parts in mapping.column_parts.items():
-        part = replace(flow, graph=flow.graph.split(parts))
-        counts = chunk_products(part)
+        counts = count_products(flow.graph.split(parts), plan.kernels[0].program.product_order, flow.policy)
         chunks = -(-lengths[sequence] // size)
         fractals += chunks * (parts * counts.fractals - whole.fractals)
         products += chunks * (parts * counts.products - whole.products)

@@ -56,34 +56,29 @@ def draw_schedule(plan: Plan) -> Any:
     """Core by time. Time is the model's, in thousands of cycles."""
     mapping = plan.mapping
     cores = mapping.cores
-    figure, (axis,) = _figure(11, min(2 + 0.32 * cores, 14))
+    height = min(2 + 0.32 * cores, 14)
+    figure, (axis,) = _figure(11, height)
     labelled = len(mapping.pieces) <= LABELLED_PIECES and cores <= LABELLED_CORES
+    several = len(plan.seq_lens) > 1
     for piece in mapping.pieces:
         start, length = piece.start / 1e3, (piece.end - piece.start) / 1e3
-        axis.barh(
-            piece.core,
-            length,
-            left=start,
-            height=0.85,
-            color=TIER_COLOURS[piece.tier],
-            edgecolor="white",
-            linewidth=0.5,
-        )
+        colour = TIER_COLOURS[piece.tier]
+        axis.barh(piece.core, length, left=start, height=0.85, color=colour, edgecolor="white", linewidth=0.5)
         if labelled and length > 0.02 * mapping.makespan / 1e3:
-            text = f"{piece.head}" if len(plan.seq_lens) == 1 else f"{piece.sequence}:{piece.head}"
+            text = f"{piece.sequence}:{piece.head}" if several else f"{piece.head}"
             axis.text(start + length / 2, piece.core, text, ha="center", va="center", fontsize=7, color="white")
-    axis.axvline(mapping.head_only_makespan / 1e3, color="black", linestyle="--", linewidth=1)
     handles = [_patch(TIER_COLOURS[tier], TIER_LABELS[tier]) for tier, names in mapping.tiers.items() if names]
-    handles.append(_line("black", "whole heads only", "--"))
-    axis.legend(
-        handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.12 if cores > 3 else -0.35), ncol=4, fontsize=8
-    )
+    if mapping.head_only_makespan > mapping.makespan:
+        axis.axvline(mapping.head_only_makespan / 1e3, color="black", linestyle="--", linewidth=1)
+        handles.append(_line("black", "whole heads only", "--"))
+    axis.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.65 / height), ncol=4, fontsize=8)
     axis.set(xlabel="thousand cycles (model)", ylabel="core", ylim=(cores - 0.4, -0.6))
     if cores <= LABELLED_CORES:
         axis.set_yticks(range(cores))
+    number = "" if not labelled else "; number = sequence:head" if several else "; number = head"
     axis.set_title(
-        f"{plan.strategy} {plan.op} on {plan.chip.name}: {plan.num_heads} heads, {plan.num_tokens} tokens; "
-        f"number = head; idle {100 * mapping.idle_share:.1f}%"
+        f"{plan.strategy} {plan.op} on {plan.chip.name}: {plan.num_heads} heads, {plan.num_tokens} tokens{number}; "
+        f"idle {100 * mapping.idle_share:.1f}%"
     )
     return figure
 

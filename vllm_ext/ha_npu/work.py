@@ -53,7 +53,7 @@ def kernel_cycles(dataflow: Dataflow, traffic: KernelTraffic, chip: Chip) -> flo
     graph = kernel_graph(dataflow, traffic)
     program = lower(graph, chip)
     repeats = sum(
-        -(-graph.tensors[step.tensor].elements * FP32 // VECTOR_REPEAT_BYTES)
+        -(-graph.tensors[step.tensor].split(chip.lanes).elements * FP32 // VECTOR_REPEAT_BYTES)
         for step in program.steps.values()
         if step.unit in VECTOR_UNITS
     )
