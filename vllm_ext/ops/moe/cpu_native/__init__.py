@@ -110,7 +110,7 @@ def _openmp_runtimes() -> list[Path]:
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Codes uint8 [N, K], N a multiple of 64, to the kernel's order: int16 [N, K / 4] holding [N / 64, K / 2, 32] words.
+    """Codes uint8 [N, K], N a multiple of 64, in the kernel's order: int16 [N, K / 4], words [N / 64, K / 2, 32].
 
     Word 2 * lane + p of a pair of columns holds, in nibble j, row 16 * j + lane of column 2 * pair + p.
     """
