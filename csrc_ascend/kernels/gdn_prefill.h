@@ -17,7 +17,7 @@ namespace vllm_ext {
 class GdnPrefill {
   public:
     __aicore__ inline void Init(GM_ADDR q, GM_ADDR k, GM_ADDR v, GM_ADDR g, GM_ADDR beta, GM_ADDR initial, GM_ADDR out,
-                                GM_ADDR final_state, const PrefillShape& shape) {
+                                GM_ADDR final_state, GM_ADDR workspace, const PrefillShape& shape) {
         shape_ = shape;
         q_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(q));
         k_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(k));
@@ -26,6 +26,7 @@ class GdnPrefill {
         beta_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(beta));
         out_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(out));
         state_.Init(initial, final_state, shape);
+        workspace_.Init(workspace, shape);
         key_tiles_ = shape.key_dim / kTile;
         AllocateBuffers();
         FillConstants();
@@ -35,19 +36,30 @@ class GdnPrefill {
         task_ = task;
         value_tiles_ = task.column_count / kTile;
         key_head_ = task.head / (shape_.value_heads / shape_.key_heads);
-        state_.Load(state_ub_, y_, task);
+        // The task before may still be storing.
+        HA_ORDER(MTE3_V);
+        HA_ORDER(V_MTE2);
+        if (Resident()) state_.Load(state_ub_, y_, task);
         const int32_t chunks = (task.token_count + kChunk - 1) / kChunk;
         if (chunks > 0) LoadInputs(0);
         for (int32_t chunk = 0; chunk < chunks; ++chunk) Chunk(chunk, chunk + 1 < chunks);
-        state_.Store(state_ub_, y_, task);
+        if (Resident()) state_.Store(state_ub_, y_, task);
     }
 
   private:
+    __aicore__ inline bool UsesKeys() const { return shape_.phase != kOutput; }
+    __aicore__ inline bool UsesQueries() const { return shape_.phase != kReduce; }
+    __aicore__ inline bool Resident() const { return shape_.phase == kWhole || shape_.phase == kReduce; }
+    __aicore__ inline bool Maps() const { return shape_.phase == kWhole || shape_.phase == kMap; }
+    __aicore__ inline bool Outputs() const { return shape_.phase == kWhole || shape_.phase == kOutput; }
+    // Row blocks of the product with the state, and where those of the queries begin.
+    __aicore__ inline int32_t ReadBlocks() const { return shape_.phase == kWhole ? 2 * kChunkTiles : kChunkTiles; }
+    __aicore__ inline int32_t QueryBlock() const { return shape_.phase == kWhole ? kChunkTiles : 0; }
     __aicore__ inline void AllocateBuffers();
     __aicore__ inline void FillConstants();
     __aicore__ inline void LoadInputs(int32_t chunk);
     __aicore__ inline void Chunk(int32_t chunk, bool more);
-    __aicore__ inline void StageInputs(int32_t tokens);
+    __aicore__ inline void StageInputs(int32_t chunk, int32_t tokens);
     __aicore__ inline void Gates();
     __aicore__ inline void TileEdges();
     __aicore__ inline void InverseNorm(const FloatTile& spread, const FloatTile& compact, const HalfTile& rows);
@@ -57,7 +69,9 @@ class GdnPrefill {
     __aicore__ inline void DiagonalMultipliers();
     __aicore__ inline void QueryKey();
     __aicore__ inline void Solve();
-    __aicore__ inline void NewValues();
+    __aicore__ inline void StoreMapped(int32_t chunk);
+    __aicore__ inline void LoadMapped(int32_t chunk);
+    __aicore__ inline void NewValues(int32_t chunk);
     __aicore__ inline void Output(int32_t chunk, int32_t tokens);
     __aicore__ inline void UpdateState();
 
@@ -66,6 +80,7 @@ class GdnPrefill {
     PrefillShape shape_;
     Task task_;
     StateIo state_;
+    Workspace workspace_;
     int32_t key_tiles_ = 0, value_tiles_ = 0, key_head_ = 0;
     GlobalTensor<half> q_, k_, v_, out_;
     GlobalTensor<float> g_, beta_;

@@ -110,10 +110,12 @@ __aicore__ inline void GdnPrefill::LoadInputs(int32_t chunk) {
     const int64_t token = task_.token_begin + done;
     const int32_t key_gap = (shape_.key_heads - 1) * key / 16;
     const int32_t value_gap = (shape_.value_heads * value - task_.column_count) / 16;
-    DataCopy(key_rows_, k_[(token * shape_.key_heads + key_head_) * key], DataCopyParams(tokens, key / 16, key_gap, 0));
-    DataCopy(query_rows_, q_[(token * shape_.key_heads + key_head_) * key], DataCopyParams(tokens, key / 16, key_gap, 0));
-    DataCopy(value_rows_, v_[(token * shape_.value_heads + task_.head) * value + task_.column_begin],
-             DataCopyParams(tokens, task_.column_count / 16, value_gap, 0));
+    const int64_t row = (token * shape_.key_heads + key_head_) * key;
+    if (UsesKeys()) DataCopy(key_rows_, k_[row], DataCopyParams(tokens, key / 16, key_gap, 0));
+    if (UsesQueries()) DataCopy(query_rows_, q_[row], DataCopyParams(tokens, key / 16, key_gap, 0));
+    if (Resident())
+        DataCopy(value_rows_, v_[(token * shape_.value_heads + task_.head) * value + task_.column_begin],
+                 DataCopyParams(tokens, task_.column_count / 16, value_gap, 0));
     const int64_t gate = static_cast<int64_t>(task_.head) * shape_.gate_stride + task_.gate_begin + done;
     DataCopy(gate_, g_[gate], kChunk);
     DataCopy(beta_compact_, beta_[gate], kChunk);
@@ -121,58 +123,98 @@ __aicore__ inline void GdnPrefill::LoadInputs(int32_t chunk) {
 
 __aicore__ inline void GdnPrefill::Chunk(int32_t chunk, bool more) {
     const int32_t rest = task_.token_count - chunk * kChunk, tokens = rest < kChunk ? rest : kChunk;
-    StageInputs(tokens);
+    StageInputs(chunk, tokens);
     ReadProducts();
     Gates();
-    RowsToNz(x_, value_rows_, kChunk, value_tiles_);
+    if (Resident()) RowsToNz(x_, value_rows_, kChunk, value_tiles_);
     if (more) {
         HA_ORDER(MTE3_MTE2);
         HA_ORDER(V_MTE2);
         LoadInputs(chunk + 1);
     }
-    Decays();
-    KeyKey();
-    DiagonalMultipliers();
-    QueryKey();
-    Solve();
-    NewValues();
-    Output(chunk, tokens);
-    UpdateState();
+    if (Maps()) {
+        Decays();
+        KeyKey();
+        DiagonalMultipliers();
+        QueryKey();
+        Solve();
+    }
+    if (shape_.phase == kMap) StoreMapped(chunk);
+    if (!Maps()) HA_VECTOR_BARRIER();
+    if (Resident()) NewValues(chunk);
+    if (Outputs()) Output(chunk, tokens);
+    if (Resident()) UpdateState();
 }
 
 // K, Q and the state to L1 as operands; rows past the sequence become zero.
-__aicore__ inline void GdnPrefill::StageInputs(int32_t tokens) {
+__aicore__ inline void GdnPrefill::StageInputs(int32_t chunk, int32_t tokens) {
     HA_ORDER(MTE2_V);
     if (tokens < kChunk) {
         const int32_t key = shape_.key_dim, columns = task_.column_count;
-        Duplicate(key_rows_[tokens * key], half(0.0f), (kChunk - tokens) * key);
-        Duplicate(query_rows_[tokens * key], half(0.0f), (kChunk - tokens) * key);
-        Duplicate(value_rows_[tokens * columns], half(0.0f), (kChunk - tokens) * columns);
+        if (UsesKeys()) Duplicate(key_rows_[tokens * key], half(0.0f), (kChunk - tokens) * key);
+        if (UsesQueries()) Duplicate(query_rows_[tokens * key], half(0.0f), (kChunk - tokens) * key);
+        if (Resident()) Duplicate(value_rows_[tokens * columns], half(0.0f), (kChunk - tokens) * columns);
     }
     const int32_t rows = state_.Rows(task_), columns = state_.Columns(task_);
-    HA_ORDER(MTE3_V);
-    Cast(Half(y_), state_ub_, RoundMode::CAST_NONE, rows * columns);
+    if (Resident()) {
+        HA_ORDER(MTE3_V);
+        Cast(Half(y_), state_ub_, RoundMode::CAST_NONE, rows * columns);
+    }
     HA_ORDER(V_MTE3);
-    RowsToL1(keys_, key_rows_, kChunk, key_tiles_);
-    RowsToL1(queries_, query_rows_, kChunk, key_tiles_);
-    DataCopy(state_l1_, Half(y_), rows * columns);
+    if (UsesKeys()) RowsToL1(keys_, key_rows_, kChunk, key_tiles_);
+    if (UsesQueries()) RowsToL1(queries_, query_rows_, kChunk, key_tiles_);
+    if (Resident()) DataCopy(state_l1_, Half(y_), rows * columns);
+    if (shape_.phase == kReduce) DataCopy(workspace_.State(task_, chunk), Half(y_), rows * columns);
+    LoadMapped(chunk);
+}
+
+// What earlier launches left for this chunk, to L1.
+__aicore__ inline void GdnPrefill::LoadMapped(int32_t chunk) {
+    if (shape_.phase != kReduce && shape_.phase != kOutput) return;
+    HA_ORDER(MTE1_MTE2);
+    if (shape_.phase == kReduce) {
+        Unpack(inverse_, workspace_.Inverse(task_, chunk));
+    } else {
+        Unpack(p_, workspace_.Attention(task_, chunk));
+        DataCopy(new_values_, workspace_.Values(task_, chunk), kChunk * task_.column_count);
+        DataCopy(state_l1_, workspace_.State(task_, chunk), shape_.key_dim * task_.column_count);
+    }
+    HA_ORDER(MTE2_MTE1);
+}
+
+// T and P of a chunk for the launches to come.
+__aicore__ inline void GdnPrefill::StoreMapped(int32_t chunk) {
+    Pack(workspace_.Attention(task_, chunk), p_half_);
+    HA_ORDER(MTE3_MTE1);
+    Pack(Half(y_), inverse_);
+    HA_ORDER(MTE1_MTE3);
+    DataCopy(workspace_.Inverse(task_, chunk), Half(y_), kLowerSize);
 }
 
 // [K; Q] S and [K; Q] K^T.
 __aicore__ inline void GdnPrefill::ReadProducts() {
     HA_ORDER(MTE3_MTE1);
-    LoadLeft(kq_left_, keys_, kChunkTiles, key_tiles_, kChunkTiles);
-    LoadLeft(kq_left_[kChunk * shape_.key_dim], queries_, kChunkTiles, key_tiles_, kChunkTiles);
-    if (shape_.state_v_first) {
-        LoadRightTransposed(state_right_, state_l1_, key_tiles_, value_tiles_);
-    } else {
-        LoadRight(state_right_, state_l1_, key_tiles_, value_tiles_);
+    const HalfTile query_left = kq_left_[QueryBlock() * kTile * shape_.key_dim];
+    if (UsesKeys()) LoadLeft(kq_left_, keys_, kChunkTiles, key_tiles_, kChunkTiles);
+    if (shape_.phase == kMap) {
+        LoadLeft(kq_left_[kChunk * shape_.key_dim], queries_, kChunkTiles, key_tiles_, kChunkTiles);
+    } else if (UsesQueries()) {
+        LoadLeft(query_left, queries_, kChunkTiles, key_tiles_, kChunkTiles);
     }
-    LoadColumnsTransposed(key_right_, keys_, key_tiles_);
+    if (shape_.phase != kMap) {
+        if (shape_.state_v_first) {
+            LoadRightTransposed(state_right_, state_l1_, key_tiles_, value_tiles_);
+        } else {
+            LoadRight(state_right_, state_l1_, key_tiles_, value_tiles_);
+        }
+    }
+    if (Maps()) LoadColumnsTransposed(key_right_, keys_, key_tiles_);
     HA_ORDER(MTE1_M);
-    MultiplyLower(scores_, kq_left_, key_right_, key_tiles_);
-    MultiplyLower(scores_[kChunk * kChunk], kq_left_[kChunk * shape_.key_dim], key_right_, key_tiles_);
-    Multiply(read_, kq_left_, state_right_, 2 * kChunkTiles, value_tiles_, key_tiles_);
+    if (Maps()) {
+        MultiplyLower(scores_, kq_left_, key_right_, key_tiles_);
+        MultiplyLower(scores_[kChunk * kChunk], kq_left_[kChunk * shape_.key_dim], key_right_, key_tiles_);
+    }
+    if (shape_.phase != kMap) Multiply(read_, kq_left_, state_right_, ReadBlocks(), value_tiles_, key_tiles_);
 }
 
 // Spread vectors of the chunk's gates and steps: local_ the sums of gates within a tile of 16 rows, from_start exp(G),
@@ -205,12 +247,17 @@ __aicore__ inline void GdnPrefill::Gates() {
     Muls(minus_beta_, beta_spread_, -1.0f, kSpread);
     Muls(minus_columns_, beta_compact_, -1.0f, kChunk);
     if (shape_.normalise) {
-        InverseNorm(key_norm_, norm_columns_, key_rows_);
-        InverseNorm(query_scale_, norm_scratch_, query_rows_);
-        HA_VECTOR_BARRIER();
-        Muls(query_scale_, query_scale_, shape_.scale, kSpread);
-        Mul(minus_beta_, minus_beta_, key_norm_, kSpread);
-        Mul(minus_columns_, minus_columns_, norm_columns_, kChunk);
+        if (UsesKeys()) {
+            InverseNorm(key_norm_, norm_columns_, key_rows_);
+            HA_VECTOR_BARRIER();
+            Mul(minus_beta_, minus_beta_, key_norm_, kSpread);
+            Mul(minus_columns_, minus_columns_, norm_columns_, kChunk);
+        }
+        if (UsesQueries()) {
+            InverseNorm(query_scale_, norm_scratch_, query_rows_);
+            HA_VECTOR_BARRIER();
+            Muls(query_scale_, query_scale_, shape_.scale, kSpread);
+        }
     } else {
         Duplicate(query_scale_, shape_.scale, kSpread);
     }
@@ -418,6 +465,7 @@ __aicore__ inline void GdnPrefill::QueryKey() {
     for (int32_t strip = 0; strip < kChunkTiles; ++strip)
         Cast(p_half_[LowerAt(strip)], decay_[LowerAt(strip)], RoundMode::CAST_NONE, LowerCount(strip));
     HA_ORDER(V_MTE3);
+    if (shape_.phase == kMap) return;
     for (int32_t strip = 0; strip < kChunkTiles; ++strip)
         DataCopy(p_[LowerAt(strip)], p_half_[LowerAt(strip)], LowerCount(strip));
 }
@@ -440,9 +488,10 @@ __aicore__ inline void GdnPrefill::Solve() {
 }
 
 // V' = T (beta V - beta exp(G) K S); then V' and exp(G_last - G) V' (over |k|) as operands.
-__aicore__ inline void GdnPrefill::NewValues() {
+__aicore__ inline void GdnPrefill::NewValues(int32_t chunk) {
     const int32_t columns = task_.column_count;
-    Drain(y_, read_, 0, kChunkTiles, 2 * kChunkTiles, value_tiles_);
+    if (shape_.phase == kReduce) HA_ORDER(M_V);
+    Drain(y_, read_, 0, kChunkTiles, ReadBlocks(), value_tiles_);
     ScaleRows(x_, x_, beta_spread_, kChunk, value_tiles_);
     Mul(minus_beta_, minus_beta_, from_start_, kSpread);
     HA_VECTOR_BARRIER();
@@ -467,7 +516,11 @@ __aicore__ inline void GdnPrefill::NewValues() {
     HA_VECTOR_BARRIER();
     Cast(Half(y_)[kChunk * columns], x_, RoundMode::CAST_NONE, kChunk * columns);
     HA_ORDER(V_MTE3);
-    DataCopy(new_values_, Half(y_), kChunk * columns);
+    if (shape_.phase == kReduce) {
+        DataCopy(workspace_.Values(task_, chunk), Half(y_), kChunk * columns);
+    } else {
+        DataCopy(new_values_, Half(y_), kChunk * columns);
+    }
     DataCopy(tail_values_, Half(y_)[kChunk * columns], kChunk * columns);
 }
 
@@ -481,7 +534,8 @@ __aicore__ inline void GdnPrefill::Output(int32_t chunk, int32_t tokens) {
     LowerTimes(attended_, p_left_, key_right_, value_tiles_);
     Mul(from_start_, from_start_, query_scale_, kSpread);
     HA_ORDER(MTE3_V);
-    Drain(y_, read_, kChunkTiles, kChunkTiles, 2 * kChunkTiles, value_tiles_);
+    if (shape_.phase == kOutput) HA_ORDER(M_V);
+    Drain(y_, read_, QueryBlock(), kChunkTiles, ReadBlocks(), value_tiles_);
     HA_VECTOR_BARRIER();
     ScaleRows(y_, y_, from_start_, kChunk, value_tiles_);
     HA_ORDER(M_V);
@@ -498,7 +552,8 @@ __aicore__ inline void GdnPrefill::Output(int32_t chunk, int32_t tokens) {
 
 // S = exp(G_last) S + V''^T K, in place, half of the strips at a time.
 __aicore__ inline void GdnPrefill::UpdateState() {
-    const int32_t rows = state_.Rows(task_) / kTile, strips = state_.Columns(task_) / kTile;
+    const int32_t rows = state_.Rows(task_) / kTile, strips = state_.Columns(task_) / kTile, step = (strips + 1) / 2;
+    if (!Outputs()) HA_ORDER(MTE3_MTE1);
     if (shape_.state_v_first) {
         LoadLeftTransposed(kq_left_, tail_values_, value_tiles_, kChunkTiles);
         LoadRight(state_right_, keys_, kChunkTiles, key_tiles_);
@@ -508,16 +563,17 @@ __aicore__ inline void GdnPrefill::UpdateState() {
     }
     HA_ORDER(MTE1_M);
     Multiply(change_, kq_left_, state_right_, rows, strips, kChunkTiles);
-    const int32_t step = strips / 2, floats = step * rows * kSquare;
-    for (int32_t part = 0; part < 2; ++part) {
-        const FloatTile state = state_ub_[part * floats];
-        for (int32_t strip = 0; strip < step; ++strip)
-            Mul(state[strip * rows * kSquare], state[strip * rows * kSquare], edges_[8 * 8], kFloatMask, rows * kSquare / kFloatMask,
+    for (int32_t first = 0; first < strips; first += step) {
+        const int32_t count = strips - first < step ? strips - first : step;
+        const int32_t from = first * rows * kSquare, strip_floats = rows * kSquare;
+        const FloatTile state = state_ub_[from];
+        for (int32_t strip = 0; strip < count; ++strip)
+            Mul(state[strip * strip_floats], state[strip * strip_floats], edges_[8 * 8], kFloatMask, strip_floats / kFloatMask,
                 BinaryRepeatParams(1, 1, 0, 8, 8, 0));
-        if (part == 0) HA_ORDER(M_V);
-        Drain(x_, change_[part * floats], 0, step * rows, step * rows, 1);
+        if (first == 0) HA_ORDER(M_V);
+        Drain(x_, change_[from], 0, count * rows, count * rows, 1);
         HA_VECTOR_BARRIER();
-        Add(state, state, x_, floats);
+        Add(state, state, x_, count * strip_floats);
     }
     HA_VECTOR_BARRIER();
 }

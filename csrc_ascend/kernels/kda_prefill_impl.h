@@ -107,6 +107,7 @@ __aicore__ inline void KdaPrefill::ParkState(int32_t floats) {
     HA_ORDER(V_MTE3);
     DataCopy(parked_, key_, floats);
     DataCopy(state_l1_, Half(product_), floats);
+    if (shape_.phase == kReduce && task_.token_count > 0) DataCopy(workspace_.State(task_, 0), Half(product_), floats);
 }
 __aicore__ inline void KdaPrefill::FetchState(int32_t floats) {
     HA_ORDER(MTE3_MTE1);
@@ -120,10 +121,12 @@ __aicore__ inline void KdaPrefill::LoadInputs(int32_t chunk) {
     const int64_t token = task_.token_begin + done;
     const int32_t key_gap = (shape_.key_heads - 1) * key / 16;
     const int32_t value_gap = (shape_.value_heads * value - task_.column_count) / 16;
-    DataCopy(key_rows_, k_[(token * shape_.key_heads + key_head_) * key], DataCopyParams(tokens, key / 16, key_gap, 0));
-    DataCopy(query_rows_, q_[(token * shape_.key_heads + key_head_) * key], DataCopyParams(tokens, key / 16, key_gap, 0));
-    DataCopy(value_rows_, v_[(token * shape_.value_heads + task_.head) * value + task_.column_begin],
-             DataCopyParams(tokens, task_.column_count / 16, value_gap, 0));
+    const int64_t row = (token * shape_.key_heads + key_head_) * key;
+    if (UsesKeys()) DataCopy(key_rows_, k_[row], DataCopyParams(tokens, key / 16, key_gap, 0));
+    if (UsesQueries()) DataCopy(query_rows_, q_[row], DataCopyParams(tokens, key / 16, key_gap, 0));
+    if (Resident())
+        DataCopy(value_rows_, v_[(token * shape_.value_heads + task_.head) * value + task_.column_begin],
+                 DataCopyParams(tokens, task_.column_count / 16, value_gap, 0));
     const int64_t gate = static_cast<int64_t>(task_.head) * shape_.gate_stride + task_.gate_begin + done;
     DataCopy(decay_, g_[gate * key], kChunk * key);
     DataCopy(beta_compact_, beta_[gate], kChunk);
@@ -134,21 +137,49 @@ __aicore__ inline void KdaPrefill::Chunk(int32_t chunk, bool more) {
     HA_ORDER(MTE2_V);
     Gates();
     Widen(tokens);
-    ReadOperands();
-    PairOperands();
+    if (shape_.phase != kMap) ReadOperands();
+    if (Maps()) PairOperands();
+    LoadMapped(chunk);
     CubeProducts();
-    DiagonalPairs();
-    Multipliers();
-    LowerOperands();
-    Solve();
-    RowsToNz(key_, value_rows_, kChunk, value_tiles_);
+    if (Maps()) {
+        DiagonalPairs();
+        Multipliers();
+        LowerOperands();
+        Solve();
+    }
+    if (shape_.phase == kMap) StoreMapped(chunk);
+    if (Resident()) RowsToNz(key_, value_rows_, kChunk, value_tiles_);
     if (more) {
+        if (shape_.phase != kWhole) HA_ORDER(MTE3_MTE2);
         HA_ORDER(V_MTE2);
         LoadInputs(chunk + 1);
     }
-    NewValues();
-    Output(chunk, tokens);
-    UpdateState();
+    if (Resident()) NewValues(chunk);
+    if (Outputs()) Output(chunk, tokens);
+    if (Resident()) UpdateState(chunk, more);
+}
+
+// What earlier launches left for this chunk, to L1.
+__aicore__ inline void KdaPrefill::LoadMapped(int32_t chunk) {
+    if (shape_.phase != kReduce && shape_.phase != kOutput) return;
+    HA_ORDER(MTE1_MTE2);
+    if (shape_.phase == kReduce) {
+        Unpack(inverse_, workspace_.Inverse(task_, chunk));
+    } else {
+        Unpack(p_, workspace_.Attention(task_, chunk));
+        DataCopy(new_values_, workspace_.Values(task_, chunk), kChunk * task_.column_count);
+        DataCopy(state_l1_, workspace_.State(task_, chunk), shape_.key_dim * task_.column_count);
+    }
+    HA_ORDER(MTE2_MTE1);
+}
+
+// T and P of a chunk for the launches to come; P waits in query_.
+__aicore__ inline void KdaPrefill::StoreMapped(int32_t chunk) {
+    Pack(workspace_.Attention(task_, chunk), Half(query_)[kChunk * kChunk]);
+    HA_ORDER(MTE3_MTE1);
+    Pack(Half(product_), inverse_);
+    HA_ORDER(MTE1_MTE3);
+    DataCopy(workspace_.Inverse(task_, chunk), Half(product_), kLowerSize);
 }
 
 // local_ = sums of the gates within tiles of 16 rows, NZ; exp of all of them, a float each and spread; -beta.
@@ -215,19 +246,19 @@ __aicore__ inline void KdaPrefill::EdgeMinusLocal(int32_t row, const EdgeRow& ed
 __aicore__ inline void KdaPrefill::Widen(int32_t tokens) {
     if (tokens < kChunk) {
         const int32_t key = shape_.key_dim, columns = task_.column_count;
-        Duplicate(key_rows_[tokens * key], half(0.0f), (kChunk - tokens) * key);
-        Duplicate(query_rows_[tokens * key], half(0.0f), (kChunk - tokens) * key);
-        Duplicate(value_rows_[tokens * columns], half(0.0f), (kChunk - tokens) * columns);
+        if (UsesKeys()) Duplicate(key_rows_[tokens * key], half(0.0f), (kChunk - tokens) * key);
+        if (UsesQueries()) Duplicate(query_rows_[tokens * key], half(0.0f), (kChunk - tokens) * key);
+        if (Resident()) Duplicate(value_rows_[tokens * columns], half(0.0f), (kChunk - tokens) * columns);
         HA_VECTOR_BARRIER();
     }
     HA_ORDER(MTE3_V);
-    RowsToNz(key_, key_rows_, kChunk, key_tiles_);
-    RowsToNz(query_, query_rows_, kChunk, key_tiles_);
+    if (UsesKeys()) RowsToNz(key_, key_rows_, kChunk, key_tiles_);
+    if (UsesQueries()) RowsToNz(query_, query_rows_, kChunk, key_tiles_);
     HA_VECTOR_BARRIER();
     if (shape_.normalise) {
-        ScaleByNorm(key_, 1.0f);
-        ScaleByNorm(query_, shape_.scale);
-    } else {
+        if (UsesKeys()) ScaleByNorm(key_, 1.0f);
+        if (UsesQueries()) ScaleByNorm(query_, shape_.scale);
+    } else if (UsesQueries()) {
         Muls(query_, query_, shape_.scale, kChunk * shape_.key_dim);
     }
 }
@@ -280,15 +311,20 @@ __aicore__ inline void KdaPrefill::ReadOperands() {
     HA_VECTOR_BARRIER();
     Exp(decay_, decay_, keys);
     HA_VECTOR_BARRIER();
-    Mul(product_, key_, decay_, keys);
-    HA_VECTOR_BARRIER();
-    Cast(key_rows_, product_, RoundMode::CAST_NONE, keys);
-    Mul(product_, query_, decay_, keys);
-    HA_VECTOR_BARRIER();
-    Cast(query_rows_, product_, RoundMode::CAST_NONE, keys);
+    if (UsesKeys()) {
+        Mul(product_, key_, decay_, keys);
+        HA_VECTOR_BARRIER();
+        Cast(key_rows_, product_, RoundMode::CAST_NONE, keys);
+    }
+    if (UsesQueries()) {
+        Mul(product_, query_, decay_, keys);
+        HA_VECTOR_BARRIER();
+        Cast(query_rows_, product_, RoundMode::CAST_NONE, keys);
+    }
     HA_ORDER(V_MTE3);
-    DataCopy(read_keys_, key_rows_, keys);
-    DataCopy(read_queries_, query_rows_, keys);
+    if (UsesKeys()) DataCopy(read_keys_, key_rows_, keys);
+    if (UsesQueries()) DataCopy(read_queries_, query_rows_, keys);
+    if (!UsesKeys()) return;
     for (int32_t row = 0; row < kChunk; row += 8) EdgeMinusLocal(row, Between(row / kTile, kChunkTiles - 1), row);
     HA_VECTOR_BARRIER();
     Exp(decay_, decay_, keys);
@@ -353,29 +389,28 @@ __aicore__ inline void KdaPrefill::EarlierRows(int32_t block, int32_t at, const 
 __aicore__ inline void KdaPrefill::CubeProducts() {
     const int32_t key = shape_.key_dim, pair = 2 * kTile * key;
     HA_ORDER(MTE3_MTE1);
-    LoadLeft(kq_left_, read_keys_, kChunkTiles, key_tiles_, kChunkTiles);
-    LoadLeft(kq_left_[kChunk * key], read_queries_, kChunkTiles, key_tiles_, kChunkTiles);
-    if (shape_.state_v_first) {
-        LoadRightTransposed(state_right_, state_l1_, key_tiles_, value_tiles_);
-    } else {
-        LoadRight(state_right_, state_l1_, key_tiles_, value_tiles_);
+    if (shape_.phase != kMap) {
+        if (UsesKeys()) LoadLeft(kq_left_, read_keys_, kChunkTiles, key_tiles_, kChunkTiles);
+        if (UsesQueries())
+            LoadLeft(kq_left_[QueryBlock() * kTile * key], read_queries_, kChunkTiles, key_tiles_, kChunkTiles);
+        if (shape_.state_v_first) {
+            LoadRightTransposed(state_right_, state_l1_, key_tiles_, value_tiles_);
+        } else {
+            LoadRight(state_right_, state_l1_, key_tiles_, value_tiles_);
+        }
     }
-    int32_t earlier = 0;
-    for (int32_t block = 1; block < kChunkTiles; ++block) {
+    for (int32_t block = 1, at = 0; Maps() && block < kChunkTiles; at += block * kTile * key, ++block) {
         const HalfTile left = pair_left_[(block - 1) * pair];
         LoadData(left, later_keys_, LoadData2DParams(block, key_tiles_, kChunkTiles, 0, 0, false, 0));
         LoadData(left[kTile * key], later_queries_, LoadData2DParams(block, key_tiles_, kChunkTiles, 0, 0, false, 0));
-        LoadRightTransposed(pair_right_[earlier], earlier_keys_[earlier], key_tiles_, block);
-        earlier += block * kTile * key;
+        LoadRightTransposed(pair_right_[at], earlier_keys_[at], key_tiles_, block);
     }
     HA_ORDER(MTE1_M);
-    Multiply(read_, kq_left_, state_right_, 2 * kChunkTiles, value_tiles_, key_tiles_);
-    earlier = 0;
-    int32_t result = 0;
-    for (int32_t block = 1; block < kChunkTiles; ++block) {
-        Multiply(pairs_[result], pair_left_[(block - 1) * pair], pair_right_[earlier], 2, block, key_tiles_);
-        earlier += block * kTile * key;
-        result += 2 * block * kSquare;
+    if (shape_.phase != kMap) Multiply(read_, kq_left_, state_right_, ReadBlocks(), value_tiles_, key_tiles_);
+    for (int32_t block = 1, at = 0, to = 0; Maps() && block < kChunkTiles; ++block) {
+        Multiply(pairs_[to], pair_left_[(block - 1) * pair], pair_right_[at], 2, block, key_tiles_);
+        at += block * kTile * key;
+        to += 2 * block * kSquare;
     }
 }
 
@@ -486,7 +521,7 @@ __aicore__ inline void KdaPrefill::LowerOperands() {
     HA_ORDER(V_MTE3);
     for (int32_t strip = 0; strip < kChunkTiles; ++strip) {
         const int32_t at = LowerAt(strip);
-        DataCopy(p_[at], p_half[at], LowerTiles(strip) * kSquare);
+        if (shape_.phase == kWhole) DataCopy(p_[at], p_half[at], LowerTiles(strip) * kSquare);
         if (strip + 1 < kChunkTiles) DataCopy(negative_a_[at + kSquare], a_half[at + kSquare], (LowerTiles(strip) - 1) * kSquare);
     }
 }
@@ -509,9 +544,10 @@ __aicore__ inline void KdaPrefill::Solve() {
 }
 
 // V' = T b (V - K exp(G) S), as an operand. V in NZ float is in key_.
-__aicore__ inline void KdaPrefill::NewValues() {
+__aicore__ inline void KdaPrefill::NewValues(int32_t chunk) {
     const int32_t floats = kChunk * task_.column_count;
-    Drain(query_, read_, 0, kChunkTiles, 2 * kChunkTiles, value_tiles_);
+    if (shape_.phase == kReduce) HA_ORDER(M_V);
+    Drain(query_, read_, 0, kChunkTiles, ReadBlocks(), value_tiles_);
     HA_VECTOR_BARRIER();
     Sub(key_, key_, query_, floats);
     HA_VECTOR_BARRIER();
@@ -531,6 +567,7 @@ __aicore__ inline void KdaPrefill::NewValues() {
     Cast(Half(product_), key_, RoundMode::CAST_NONE, floats);
     HA_ORDER(V_MTE3);
     DataCopy(new_values_, Half(product_), floats);
+    if (shape_.phase == kReduce) DataCopy(workspace_.Values(task_, chunk), Half(product_), floats);
 }
 
 // O = s Q exp(G) S + P V'.
@@ -541,7 +578,8 @@ __aicore__ inline void KdaPrefill::Output(int32_t chunk, int32_t tokens) {
     LoadRight(value_right_, new_values_, kChunkTiles, value_tiles_);
     HA_ORDER(MTE1_M);
     LowerTimes(attended_, p_left_, value_right_, value_tiles_);
-    Drain(query_, read_, kChunkTiles, kChunkTiles, 2 * kChunkTiles, value_tiles_);
+    if (shape_.phase == kOutput) HA_ORDER(M_V);
+    Drain(query_, read_, QueryBlock(), kChunkTiles, ReadBlocks(), value_tiles_);
     HA_ORDER(M_V);
     DrainRows(key_, attended_, value_tiles_);
     HA_VECTOR_BARRIER();
@@ -555,28 +593,31 @@ __aicore__ inline void KdaPrefill::Output(int32_t chunk, int32_t tokens) {
 }
 
 // S = exp(G_last) S + V'^T K exp(G_last - G), half of the strips at a time between L1 and UB.
-__aicore__ inline void KdaPrefill::UpdateState() {
-    const int32_t rows = state_.Rows(task_), strips = state_.Columns(task_) / kTile, step = strips / 2;
+__aicore__ inline void KdaPrefill::UpdateState(int32_t chunk, bool more) {
+    const int32_t rows = state_.Rows(task_), strips = state_.Columns(task_) / kTile, step = (strips + 1) / 2;
+    if (!Outputs()) HA_ORDER(MTE3_MTE1);
     if (shape_.state_v_first) {
         LoadLeftTransposed(kq_left_, new_values_, value_tiles_, kChunkTiles);
         LoadRight(state_right_, tail_keys_, kChunkTiles, key_tiles_);
     } else {
         LoadLeftTransposed(kq_left_, tail_keys_, key_tiles_, kChunkTiles);
+        if (!Outputs()) LoadRight(value_right_, new_values_, kChunkTiles, value_tiles_);
     }
     HA_ORDER(MTE1_M);
-    // [K, V]: V' is the right operand here too, and still lies in L0B.
+    // [K, V]: V' is the right operand here too, and after Output it still lies in L0B.
     Multiply(change_, kq_left_, shape_.state_v_first ? state_right_ : value_right_, rows / kTile, strips, kChunkTiles);
     HA_ORDER(M_V);
-    for (int32_t part = 0; part < 2; ++part) {
-        const int32_t floats = step * rows * kTile, from = part * floats;
+    for (int32_t first = 0; first < strips; first += step) {
+        const int32_t count = strips - first < step ? strips - first : step;
+        const int32_t floats = count * rows * kTile, from = first * rows * kTile;
         HA_ORDER(V_MTE1);
         DataCopy(key_, parked_[from], floats);
         Drain(query_, change_[from], 0, floats / kSquare, floats / kSquare, 1);
         HA_ORDER(MTE1_V);
         if (shape_.state_v_first) {
-            ScaleColumns(key_, key_, last_[part * step * kTile], rows, step);
+            ScaleColumns(key_, key_, last_[first * kTile], rows, count);
         } else {
-            ScaleRows(key_, key_, last_spread_, rows, step);
+            ScaleRows(key_, key_, last_spread_, rows, count);
         }
         HA_VECTOR_BARRIER();
         Add(key_, key_, query_, floats);
@@ -586,6 +627,7 @@ __aicore__ inline void KdaPrefill::UpdateState() {
         HA_ORDER(V_MTE3);
         DataCopy(parked_[from], key_, floats);
         DataCopy(state_l1_[from], Half(product_), floats);
+        if (shape_.phase == kReduce && more) DataCopy(workspace_.State(task_, chunk + 1)[from], Half(product_), floats);
         HA_ORDER(MTE3_MTE1);
     }
 }

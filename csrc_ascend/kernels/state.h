@@ -20,16 +20,14 @@ class StateIo {
         return shape_.state_v_first ? shape_.key_dim : task.column_count;
     }
 
-    // `scratch` takes half of the state's size; both tensors are free when this is called.
+    // `scratch` takes half of the state's size; vector unit and loads may use both tensors when this is called.
     __aicore__ inline void Load(const FloatTile& state, const FloatTile& scratch, const Task& task) const {
         const int32_t rows = Rows(task), columns = Columns(task);
-        HA_ORDER(MTE3_V);
         if (!shape_.has_initial) {
             Duplicate(state, 0.0f, rows * columns);
             HA_VECTOR_BARRIER();
             return;
         }
-        HA_ORDER(V_MTE2);
         const int64_t from = Offset(task);
         if (shape_.state_is_half) {
             const HalfTile narrow = scratch.ReinterpretCast<half>();

@@ -42,8 +42,12 @@ struct PrefillShape {
     int32_t key_heads, value_heads, key_dim, value_dim, gate_stride;
     int32_t has_initial, has_final, state_is_half, state_v_first, normalise;
     float scale;
-    int32_t total_tokens;
+    int32_t phase;
 };
+
+// What a launch does with its chunks. Heads are computed whole (or cut by columns) in one launch; the last heads of an
+// extreme tail take three: T and P of every chunk, then the recurrence, then the outputs.
+enum Phase : int32_t { kWhole, kMap, kReduce, kOutput };
 
 __aicore__ inline PrefillShape ReadShape(GM_ADDR address) {
     const __gm__ int32_t* fields = reinterpret_cast<__gm__ int32_t*>(address);
@@ -59,7 +63,7 @@ __aicore__ inline PrefillShape ReadShape(GM_ADDR address) {
     shape.state_v_first = fields[8];
     shape.normalise = fields[9];
     shape.scale = *reinterpret_cast<const __gm__ float*>(fields + 10);
-    shape.total_tokens = fields[11];
+    shape.phase = fields[11];
     return shape;
 }
 
@@ -76,6 +80,41 @@ __aicore__ inline Task ReadTask(GM_ADDR address, int32_t index) {
     task.reserved = 0;
     return task;
 }
+
+// What the three launches of chunk-head-chunk leave for each other in global memory, for each chunk of a value head:
+// T and P (ten fractals each, by strips), V' (NZ, strips of the head one after another) and the state before the chunk
+// (a column part of a head after another, each as the kernel holds it).
+constexpr int32_t kLowerSize = 10 * kSquare;
+class Workspace {
+  public:
+    __aicore__ inline void Init(GM_ADDR address, const PrefillShape& shape) {
+        memory_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(address));
+        shape_ = shape;
+        chunks_ = shape.gate_stride / kChunk;
+    }
+    __aicore__ inline GlobalTensor<half> Inverse(const Task& task, int32_t chunk) const {
+        return memory_[Unit(task, chunk) * kLowerSize];
+    }
+    __aicore__ inline GlobalTensor<half> Attention(const Task& task, int32_t chunk) const {
+        return memory_[Units() * kLowerSize + Unit(task, chunk) * kLowerSize];
+    }
+    __aicore__ inline GlobalTensor<half> Values(const Task& task, int32_t chunk) const {
+        return memory_[Units() * 2 * kLowerSize + (Unit(task, chunk) * shape_.value_dim + task.column_begin) * kChunk];
+    }
+    __aicore__ inline GlobalTensor<half> State(const Task& task, int32_t chunk) const {
+        return memory_[Units() * (2 * kLowerSize + shape_.value_dim * kChunk) +
+                       (Unit(task, chunk) * shape_.value_dim + task.column_begin) * shape_.key_dim];
+    }
+
+  private:
+    __aicore__ inline int64_t Units() const { return static_cast<int64_t>(shape_.value_heads) * chunks_; }
+    __aicore__ inline int64_t Unit(const Task& task, int32_t chunk) const {
+        return static_cast<int64_t>(task.head) * chunks_ + task.gate_begin / kChunk + chunk;
+    }
+    GlobalTensor<half> memory_;
+    PrefillShape shape_;
+    int32_t chunks_ = 0;
+};
 
 // ---- vector loops on NZ tiles ---------------------------------------------------------------------------------------
 // Elements of strip `strip`, from row `row` on, in a tile of `rows` rows.
@@ -157,6 +196,21 @@ __aicore__ inline void Multiply(const FloatTile& c, const HalfTile& a, const Hal
 // Square tiles [kChunk, kChunk] are used on and below the diagonal only: strip c from row 16 c on, `LowerTiles` fractals.
 __aicore__ inline int32_t LowerAt(int32_t strip) { return At(strip, strip * kTile, kChunk); }
 __aicore__ inline int32_t LowerTiles(int32_t strip) { return kChunkTiles - strip; }
+
+// Fractals of the strips before `strip`, where the strips of a lower triangle follow each other.
+__aicore__ inline int32_t PackedAt(int32_t strip) { return (strip * kChunkTiles - strip * (strip - 1) / 2) * kSquare; }
+
+// A lower triangle between global memory, where it is packed, and L1 or UB.
+template <typename Destination, typename Source>
+__aicore__ inline void Unpack(const Destination& dst, const Source& packed) {
+    for (int32_t strip = 0; strip < kChunkTiles; ++strip)
+        DataCopy(dst[LowerAt(strip)], packed[PackedAt(strip)], LowerTiles(strip) * kSquare);
+}
+template <typename Destination, typename Source>
+__aicore__ inline void Pack(const Destination& packed, const Source& src) {
+    for (int32_t strip = 0; strip < kChunkTiles; ++strip)
+        DataCopy(packed[PackedAt(strip)], src[LowerAt(strip)], LowerTiles(strip) * kSquare);
+}
 
 // Right operand for `MultiplyLower`: the transpose of NZ [kChunk, k], one column of tiles after another.
 __aicore__ inline void LoadColumnsTransposed(const HalfTile& dst, const HalfTile& src, int32_t k) {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from vllm_ext.benchmarks.ascend_problems import make_call
 
-from vllm_ext.ops.linear_attention.ascend_sim.prefill import Task, run_prefill
+from vllm_ext.ops.linear_attention.ascend_sim.prefill import Blocks, Task, chunk_head_chunk_launches, run_prefill
 from vllm_ext.ops.linear_attention.ascend_sim.session import SimulatorViolation
 from vllm_ext.ops.linear_attention.problem import Call
 
@@ -20,15 +20,23 @@ class Case:
 
     call: Call
     state_dtype: torch.dtype
-    blocks: list[list[Task]] | None = None
+    launches: list[tuple[str, Blocks]] | None = None
 
 
 def cases(op: str) -> list[Case]:
     """Together they run every line of the kernel; the first finds most faults."""
-    two_heads_one_core = [[Task(0, 130, 0, head, 0, 128, 0) for head in range(2)]]
+    two_heads = [Task(0, 130, 0, head, 0, 128, 0) for head in range(2)]
+    one_core: list[tuple[str, Blocks]] = [("whole", [two_heads])]
+    spread = chunk_head_chunk_launches(two_heads, 2, 1)
     return [
-        Case(make_call(op, tokens=130, value_heads=2, normalise=True), torch.float32, two_heads_one_core),
-        Case(make_call(op, tokens=130, value_heads=2, state_v_first=False, seed=1), torch.float32, two_heads_one_core),
+        Case(make_call(op, tokens=130, value_heads=2, normalise=True), torch.float32, one_core),
+        Case(
+            make_call(op, tokens=130, value_heads=2, state_v_first=False, initial=False, seed=1),
+            torch.float32,
+            one_core,
+        ),
+        Case(make_call(op, tokens=130, value_heads=2, normalise=True, seed=6), torch.float32, spread),
+        Case(make_call(op, tokens=130, value_heads=2, state_v_first=False, seed=5), torch.float32, spread),
         Case(make_call(op, tokens=64, value_heads=2, key_dim=64, value_dim=64, seed=2), torch.float16),
         Case(make_call(op, tokens=70, bounds=[0, 0, 70], seed=4), torch.float32),
         Case(make_call(op, tokens=100, bounds=[0, 36, 36, 100], initial=False, seed=3), torch.float16),
@@ -63,4 +71,4 @@ def expected(op: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _run(op: str, case: Case, **options):
-    return run_prefill(op, case.call, state_dtype=case.state_dtype, blocks=case.blocks, threads=1, **options)
+    return run_prefill(op, case.call, state_dtype=case.state_dtype, launches=case.launches, threads=1, **options)

@@ -16,7 +16,7 @@ from pathlib import Path
 from vllm_ext.ha_npu.chips import Chip, chip_names, load_chip
 
 SOURCE_DIR = Path(__file__).resolve().parents[4] / "csrc_ascend"
-KERNEL_ENTRY = SOURCE_DIR / "kernels" / "simulated.cpp"
+KERNEL_ENTRY = SOURCE_DIR / "simulator" / "kernels.cpp"
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-fno-math-errno")
 _AICORE = {"dav-2002": 200, "dav-2201": 220, "dav-3002": 300}
 

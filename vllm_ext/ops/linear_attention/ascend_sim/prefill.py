@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -46,8 +46,7 @@ def make_tasks(bounds: list[int], num_value_heads: int, value_dim: int, cores: i
     parts: list[Task] = []
     for index, unit in enumerate(tail):
         if index < splits:
-            half = value_dim // 2
-            parts += [_columns(unit, 0, half), _columns(unit, half, half)]
+            parts += _parts(unit, 2)
         else:
             parts.append(unit)
     blocks: list[list[Task]] = [[] for _ in range(min(cores, max(1, len(units) if not splits else cores)))]
@@ -56,8 +55,36 @@ def make_tasks(bounds: list[int], num_value_heads: int, value_dim: int, cores: i
     return [block for block in blocks if block] or [[]]
 
 
-def _columns(unit: Task, begin: int, count: int) -> Task:
-    return Task(unit.token_begin, unit.token_count, unit.sequence, unit.head, begin, count, unit.gate_begin)
+Blocks = list[list[Task]]
+PHASES = {"whole": 0, "map": 1, "reduce": 2, "output": 3}
+_LOWER_HALVES = 10 * 16 * 16
+
+
+def chunk_head_chunk_launches(heads: list[Task], parts: int, cores: int) -> list[tuple[str, Blocks]]:
+    """The three launches of chunk-head-chunk for whole heads given as tasks: chunks, column parts of heads, chunks.
+
+    Outputs are made by column part too, as the parts' states and values lie apart in global memory.
+    """
+    chunks = [_chunk_of(task, chunk) for task in heads for chunk in range(-(-task.token_count // CHUNK))]
+    columns = [part for task in heads for part in _parts(task, parts)]
+    outputs = [part for chunk in chunks for part in _parts(chunk, parts)]
+    return [("map", _deal(chunks, cores)), ("reduce", _deal(columns, cores)), ("output", _deal(outputs, cores))]
+
+
+def _chunk_of(task: Task, chunk: int) -> Task:
+    done = chunk * CHUNK
+    count = min(CHUNK, task.token_count - done)
+    return replace(task, token_begin=task.token_begin + done, token_count=count, gate_begin=task.gate_begin + done)
+
+
+def _parts(task: Task, parts: int) -> list[Task]:
+    width = task.column_count // parts
+    return [replace(task, column_begin=task.column_begin + part * width, column_count=width) for part in range(parts)]
+
+
+def _deal(tasks: list[Task], cores: int) -> Blocks:
+    """Tasks to cores in turn."""
+    return [tasks[core::cores] for core in range(min(cores, len(tasks)))] or [[]]
 
 
 @dataclass(frozen=True)
@@ -76,16 +103,20 @@ def run_prefill(
     *,
     chip: str = "310p1",
     state_dtype: torch.dtype = torch.float32,
-    blocks: list[list[Task]] | None = None,
+    blocks: Blocks | None = None,
+    launches: list[tuple[str, Blocks]] | None = None,
     threads: int | None = None,
     mutation: tuple[str, str, int] | None = None,
     watch_places: bool = False,
 ) -> Result:
-    """Run "gdn" or "kda" prefill. `blocks` replaces the tasks of `make_tasks`; the last two arguments are for tests.
+    """Run "gdn" or "kda" prefill.
+
+    `blocks` replaces the tasks of `make_tasks`, `launches` the single launch of them: (phase, blocks) one after
+    another, phases as in `PHASES`. The last two arguments are for tests.
 
     Raises SimulatorViolation when the kernel breaks a rule of the chip.
     """
-    batch, num_tokens, num_heads, key_dim = call.q.shape
+    num_heads, key_dim = call.q.shape[2:]
     num_value_heads, value_dim = call.v.shape[2:]
     bounds = call.sequence_bounds()
     gates = _padded(call.g.float().flatten(0, 1), bounds)
@@ -96,14 +127,17 @@ def run_prefill(
     initial = None if call.initial_state is None else call.initial_state.to(state_dtype).contiguous()
     o = torch.full(call.v.shape, float("nan"), dtype=torch.float16)
     final = torch.full(states, float("nan"), dtype=state_dtype) if call.output_final_state else None
-    if blocks is None:
-        blocks = make_tasks(bounds, num_value_heads, value_dim, load_chip(chip).cores)
-    tasks, block_tasks = _task_table(blocks)
+    if launches is None:
+        cores = load_chip(chip).cores
+        launches = [("whole", make_tasks(bounds, num_value_heads, value_dim, cores) if blocks is None else blocks)]
     scale_bits = struct.unpack("<i", struct.pack("<f", call.scale))[0]
     sizes = [num_heads, num_value_heads, key_dim, value_dim, gates.shape[1]]
     options = [initial is not None, final is not None, state_dtype == torch.float16]
     options += [call.state_v_first, call.use_qk_l2norm_in_kernel]
-    shape = _ints([*sizes, *options, scale_bits, batch * num_tokens])
+    workspace = None
+    if any(phase != "whole" for phase, _ in launches):
+        units = num_value_heads * gates.shape[1] // CHUNK
+        workspace = torch.empty(units * (2 * _LOWER_HALVES + (CHUNK + key_dim) * value_dim), dtype=torch.float16)
     with Session(chip, threads=threads) as session:
         if mutation is not None:
             session.mutate(*mutation)
@@ -115,7 +149,11 @@ def run_prefill(
             arguments.append(None if tensor is None else session.register(name, tensor.contiguous(), "in"))
         for name, output in {"o": o, "final_state": final}.items():
             arguments.append(None if output is None else session.register(name, output, "out"))
-        session.launch(f"{op}_prefill", len(blocks), [*arguments, tasks, block_tasks, shape])
+        arguments.append(None if workspace is None else session.register("workspace", workspace, "workspace"))
+        for phase, phase_blocks in launches:
+            tasks, block_tasks = _task_table(phase_blocks)
+            shape = _ints([*sizes, *options, scale_bits, PHASES[phase]])
+            session.launch(f"{op}_prefill", len(phase_blocks), [*arguments, tasks, block_tasks, shape])
         session.check_outputs()
         return Result(o, final, session.counters(), session.places() if watch_places else set())
 
