@@ -96,8 +96,8 @@ __aicore__ inline void GdnPrefill::FillConstants() {
     HA_VECTOR_BARRIER();
     for (int32_t row = 0; row < kTile; ++row) {
         const uint64_t all = (1ull << kTile) - 1, below = (1ull << row) - 1, self = 1ull << row;
-        const uint64_t above_bits[2] = {all & ~below & ~self, 0}, not_above_bits[2] = {below | self, 0};
-        const uint64_t self_bits[2] = {self, 0};
+        uint64_t above_bits[2] = {all & ~below & ~self, 0}, not_above_bits[2] = {below | self, 0};
+        uint64_t self_bits[2] = {self, 0};
         if (row + 1 < kTile) Duplicate(lower_mask_[row * kTile], kNever, above_bits, 1, 1, 8);
         Duplicate(upper_mask_[row * kTile], kNever, not_above_bits, 1, 1, 8);
         Duplicate(identity_[row * kTile], 1.0f, self_bits, 1, 1, 8);

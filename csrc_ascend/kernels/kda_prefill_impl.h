@@ -96,7 +96,7 @@ __aicore__ inline void KdaPrefill::FillConstants() {
     Duplicate(identity_, 0.0f, kSquare);
     HA_VECTOR_BARRIER();
     for (int32_t row = 0; row < kTile; ++row) {
-        const uint64_t self[2] = {1ull << row, 0};
+        uint64_t self[2] = {1ull << row, 0};
         Duplicate(identity_[row * kTile], 1.0f, self, 1, 1, 8);
     }
 }

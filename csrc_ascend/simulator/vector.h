@@ -224,7 +224,7 @@ inline float RoundToHalfOdd(float value) {
                                    params, [](float a, float b, float d) { (void)d; return EXPRESSION; });               \
     }                                                                                                                    \
     template <typename T, typename U>                                                                                    \
-    void NAME(const LocalTensor<T>& dst, const LocalTensor<U>& src0, const LocalTensor<U>& src1, const uint64_t mask[],  \
+    void NAME(const LocalTensor<T>& dst, const LocalTensor<U>& src0, const LocalTensor<U>& src1, uint64_t mask[],  \
               int64_t repeatTimes, const BinaryRepeatParams& params, Site at = Site::Here()) {                           \
         sim::current->Begin(PIPE_V, at, #NAME);                                                                          \
         sim::RunBinary<ACCUMULATE>(dst, src0, src1, sim::Mask::OfBits(mask, sim::ElementsOf<T, U>()), repeatTimes,       \
@@ -258,7 +258,7 @@ VLLM_EXT_BINARY(MulAddDst, true, a * b + d)
                                   [s](float a, float d) { (void)d; return EXPRESSION; });                                \
     }                                                                                                                    \
     template <typename T, typename U>                                                                                    \
-    void NAME(const LocalTensor<T>& dst, const LocalTensor<U>& src, const U& scalarValue, const uint64_t mask[],         \
+    void NAME(const LocalTensor<T>& dst, const LocalTensor<U>& src, const U& scalarValue, uint64_t mask[],         \
               int64_t repeatTimes, const UnaryRepeatParams& params, Site at = Site::Here()) {                            \
         sim::current->Begin(PIPE_V, at, #NAME);                                                                          \
         const float s = sim::Load(scalarValue);                                                                          \
@@ -365,7 +365,7 @@ void Duplicate(const LocalTensor<T>& dst, const T& value, uint64_t mask, int64_t
     ++core.counters.vector_instructions;
 }
 template <typename T>
-void Duplicate(const LocalTensor<T>& dst, const T& value, const uint64_t mask[], int64_t repeatTimes, int64_t dstBlockStride,
+void Duplicate(const LocalTensor<T>& dst, const T& value, uint64_t mask[], int64_t repeatTimes, int64_t dstBlockStride,
                int64_t dstRepeatStride, Site at = Site::Here()) {
     sim::Core& core = *sim::current;
     core.Begin(PIPE_V, at, "Duplicate");
@@ -386,7 +386,7 @@ template <typename T>
 void Duplicate(const LocalTensor<T>& dst, const T& value, int32_t count, Site at = Site::Here()) {
     constexpr uint32_t elements = 256 / sizeof(T);
     sim::current->SetPlace(at, "Duplicate", PIPE_V);
-    sim::InChunks(count, elements, [&](uint32_t offset, const sim::Mask& lanes, int64_t repeats) {
+    sim::InChunks(count, elements, [&](uint32_t offset, sim::Mask lanes, int64_t repeats) {
         Duplicate(dst[offset], value, lanes.words, repeats, 1, 8, at);
     });
 }

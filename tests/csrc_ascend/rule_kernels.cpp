@@ -141,7 +141,7 @@ void vector_forms(const GM_ADDR* gm) {
     PipeBarrier<PIPE_V>();
     MulAddDst(y[56], x, x[64], 8);
     PipeBarrier<PIPE_V>();
-    const uint64_t odd[] = {0xaaaaaaaaaaaaaaaaull, 0};
+    uint64_t odd[] = {0xaaaaaaaaaaaaaaaaull, 0};
     Duplicate(y, 0.5f, odd, 1, 1, 8);
     Order<HardEvent::V_MTE3>();
     DataCopy(Gm<float>(gm[1]), y, 64);
