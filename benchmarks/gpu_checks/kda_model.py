@@ -1,6 +1,6 @@
 """A tiny KDA + MoE model through real vLLM on a GPU, with and without `ha_npu`, in 16 bits and with `w4a16-grouped`.
 
-    python benchmarks/gpu_checks/kda_model.py [--kind qwen3-next] [--compiled] [--mla-backend TRITON_MLA]
+    python benchmarks/gpu_checks/kda_model.py [--kind qwen3-next] [--compiled] [--mla-backend TRITON_MLA] [--out FILE]
 
 vLLM's Kimi-Linear does not run on a CPU, so this is where the whole model is checked. Five engines start side by side,
 each in its own process (about a minute); the plugin is registered by hand, so nothing needs to be installed. The last
@@ -26,13 +26,13 @@ LENGTHS = (1, 5, 63, 64, 65, 130, 300, 700)
 MAX_TOKENS = 16
 MEAN_TOLERANCE = 0.05
 PERCENTILE_90_TOLERANCE = 0.1
-HA_NPU = {"vllm_ext": {"linear_attn_backend": "ha_npu"}}
+HA_NPU = {"attention_backend": "ha_npu"}
 ENGINES: dict[str, dict[str, Any]] = {
     "stock": {},
     "stock, small budget": {"max_num_batched_tokens": 192},
-    "ha_npu": {"additional_config": HA_NPU, "max_num_batched_tokens": 192},
+    "ha_npu": {**HA_NPU, "max_num_batched_tokens": 192},
     "w4a16": {"quantization": "w4a16-grouped"},
-    "w4a16 + ha_npu": {"quantization": "w4a16-grouped", "additional_config": HA_NPU},
+    "w4a16 + ha_npu": {"quantization": "w4a16-grouped", **HA_NPU},
 }
 PAIRS = (("stock", "stock, small budget"), ("stock", "ha_npu"), ("w4a16", "w4a16 + ha_npu"))
 Answer = dict[str, Any]
@@ -134,6 +134,21 @@ def compare(one: Answer, other: Answer) -> dict[str, Any]:
     return {"ok": ok, "mean": mean, "p90": high, "max": gaps[-1], "margins_at_first_difference": margins}
 
 
+def machine() -> dict[str, str]:
+    """What the figures were measured on."""
+    import torch
+    import vllm
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return {
+        "gpu": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "vllm": vllm.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": os.environ.get("VLLM_EXT_COMMIT") or commit.stdout.strip(),
+    }
+
+
 def main() -> int:
     """Command line; see the module."""
     if sys.argv[1:2] == ["--child"]:
@@ -143,6 +158,7 @@ def main() -> int:
     parser.add_argument("--kind", default="kimi-linear", choices=("kimi-linear", "qwen3-next", "qwen3.5-moe"))
     parser.add_argument("--compiled", action="store_true", help="torch.compile and CUDA graphs instead of eager")
     parser.add_argument("--mla-backend", help="full-attention backend, where vLLM's own choice is not installed")
+    parser.add_argument("--out", type=Path, help="also write the result, with the machine's description, here")
     parser.add_argument("--timeout", type=float, default=170, help="seconds for all engines together")
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT / "examples"))
@@ -150,16 +166,17 @@ def main() -> int:
 
     common: dict[str, Any] = {"enforce_eager": not args.compiled}
     if args.mla_backend:
-        common["attention_backend"] = args.mla_backend
+        common["attention_config"] = {"backend": args.mla_backend}
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_tiny_model(args.kind, Path(folder) / "model"))
         answers = run_engines(model, common, Path(folder), args.timeout)
     pairs = {f"{one} / {other}": compare(answers[one], answers[other]) for one, other in PAIRS}
     served = answers["ha_npu"].get("served", [])
     ok = all(pair["ok"] for pair in pairs.values()) and bool(served)
-    print(
-        json.dumps({"kind": args.kind, "compiled": args.compiled, "ok": ok, "pairs": pairs, "served": served}, indent=1)
-    )
+    result = {"kind": args.kind, "compiled": args.compiled, "ok": ok, "pairs": pairs, "served": served}
+    if args.out:
+        args.out.write_text(json.dumps({**result, "machine": machine()}, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
     return 0 if ok else 1
 
 
