@@ -33,47 +33,45 @@ from vllm_ext.benchmarks.moe_common import (
 
 from vllm_ext.ops.moe.experts import CallOptions, PreparedExperts
 from vllm_ext.ops.moe.triton import backend, config
+from vllm_ext.ops.moe.triton.align import Alignment
 from vllm_ext.ops.moe.triton.config import GemmConfig, LaunchConfig
 
 TOKENS = (1, 8, 32, 64, 256, 1024, 4096)
 ROUTINGS = 6
-# For a block of so many tokens: (rows, warps, stages, register limit) worth trying, and where the scale may be applied.
-# Fewer registers mean more programs on a multiprocessor.
-_Tile = tuple[int, int, int, int | None]
-_TILES: dict[int, tuple[tuple[_Tile, ...], tuple[str, ...]]] = {
+# For a block of so many tokens, what is worth trying: GemmConfig's fields from block_rows on. Fewer registers mean more
+# programs on a multiprocessor.
+_TILES: dict[int, tuple[tuple[int, int, int, str, int | None, int, int], ...]] = {
     16: (
-        (
-            *((64, 4, 3, None), (64, 4, 4, None), (64, 4, 6, None), (128, 4, 3, None), (128, 4, 4, None)),
-            *((128, 4, 4, 128), (128, 4, 5, None), (128, 8, 4, None)),
-        ),
-        ("sum",),
+        (64, 4, 4, "sum", None, 1, 1),
+        (64, 4, 6, "sum", None, 1, 1),
+        (64, 4, 3, "sum", None, 2, 1),
+        (64, 4, 4, "sum", None, 1, 2),
+        (64, 4, 4, "sum", None, 1, 4),
+        (128, 4, 4, "sum", 128, 1, 1),
+        (128, 4, 3, "sum", 128, 2, 1),
+        (128, 4, 4, "sum", 128, 1, 2),
+        (128, 4, 4, "sum", 128, 1, 4),
     ),
     32: (
-        (
-            (64, 4, 4, None),
-            (128, 4, 3, None),
-            (128, 4, 4, None),
-            (128, 8, 3, None),
-            (128, 8, 4, None),
-            (256, 8, 3, None),
-        ),
-        ("sum", "operand"),
+        (64, 4, 4, "sum", None, 1, 1),
+        (64, 4, 4, "sum", None, 1, 2),
+        (128, 4, 4, "sum", None, 1, 1),
+        (128, 4, 3, "sum", 168, 1, 1),
+        (128, 4, 3, "sum", None, 2, 1),
+        (128, 4, 4, "sum", 168, 1, 2),
     ),
     64: (
-        (
-            *((64, 4, 3, None), (64, 4, 4, None), (128, 4, 3, None), (128, 4, 3, 168), (128, 4, 4, None)),
-            *((128, 8, 3, None), (128, 8, 3, 128), (256, 8, 3, None)),
-        ),
-        ("sum", "operand"),
+        (128, 4, 3, "operand", None, 1, 1),
+        (128, 4, 3, "operand", 168, 1, 1),
+        (128, 4, 4, "operand", None, 1, 1),
+        (128, 4, 3, "operand", 168, 1, 2),
     ),
     128: (
-        (
-            *((64, 4, 3, None), (128, 8, 2, 128), (128, 8, 3, 128), (128, 8, 3, None), (128, 8, 4, None)),
-            *((256, 8, 2, None), (256, 8, 3, None)),
-        ),
-        ("operand",),
+        (128, 8, 3, "operand", None, 1, 1),
+        (128, 8, 3, "operand", 128, 1, 1),
+        (128, 8, 3, "operand", 128, 1, 2),
+        (128, 8, 2, "operand", 128, 1, 2),
     ),
-    256: (((64, 4, 2, None), (128, 8, 2, None), (128, 8, 3, None)), ("operand",)),
 }
 
 
@@ -89,52 +87,49 @@ class Candidate:
 def gemm_configs() -> list[GemmConfig]:
     """Every configuration worth trying."""
     made = []
-    for tokens, (tiles, scalings) in _TILES.items():
-        for (rows, warps, stages, registers), scaling in itertools.product(tiles, scalings):
-            made.append(GemmConfig(tokens, rows, warps, stages, scaling, registers))
+    for tokens, tiles in _TILES.items():
+        made += [GemmConfig(tokens, *tile) for tile in tiles]
     return made
 
 
 def block_tokens_for(slots_per_expert: float) -> tuple[int, ...]:
     """Token blocks worth trying for a mean number of slots an expert."""
-    for limit, blocks in ((2.5, (16,)), (10, (16, 32)), (24, (16, 32, 64)), (100, (32, 64, 128))):
+    for limit, blocks in ((6, (16,)), (12, (16, 32)), (24, (32,)), (48, (32, 64)), (100, (64,))):
         if slots_per_expert <= limit:
             return blocks
-    return (64, 128, 256)
+    return (64, 128)
 
 
 class Layer:
     """Experts of one shape, a few routings of one batch size, and each GEMM of the layer as a call to time."""
 
-    def __init__(self, shape: Shape, experts: PreparedExperts, tokens: int, block_tokens: int, count: int) -> None:
+    def __init__(self, shape: Shape, experts: PreparedExperts, tokens: int, count: int) -> None:
         device = experts.tensors["w13_words"].device
         self.experts = experts
         self.options = CallOptions(activation=shape.activation)
         self.x = torch.randn(tokens, shape.hidden, device=device, dtype=torch.bfloat16)
         self.weights, ids = zip(*routings(shape, tokens, count, device), strict=True)
         self.ids = [i % experts.meta.num_experts for i in ids]
-        self.aligned = [backend.align_call(self.x, i, None, experts, (block_tokens, block_tokens)) for i in self.ids]
-        # The second GEMM reads what the first has written, in any configuration.
-        self.first = GemmConfig(block_tokens, 128, 4, 1)
-        self.inner: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def gate_up(self, gemm: GemmConfig) -> list[Callable[[], tuple[torch.Tensor, torch.Tensor]]]:
         """One call a routing."""
         launch = LaunchConfig(gemm, gemm)
         return [
-            partial(backend.gate_up, launch, self.x, self.experts, weights, aligned, weights.shape[1], self.options)
-            for aligned, weights in zip(self.aligned, self.weights, strict=True)
+            partial(backend.gate_up, launch, self.experts, weights, aligned, weights.shape[1], self.options)
+            for aligned, weights in zip(self._aligned(launch), self.weights, strict=True)
         ]
 
     def down(self, gemm: GemmConfig) -> list[Callable[[], torch.Tensor]]:
         """One call a routing; the first GEMM has run once, before."""
-        launch = LaunchConfig(self.first, gemm)
-        if not self.inner:
-            self.inner = [call() for call in self.gate_up(self.first)]
-        return [
-            partial(backend.down, launch, inner, sums, self.experts, aligned)
-            for aligned, (inner, sums) in zip(self.aligned, self.inner, strict=True)
-        ]
+        launch = LaunchConfig(GemmConfig(gemm.block_tokens, 128, 4, 1, gemm.scaling), gemm)
+        calls: list[Callable[[], torch.Tensor]] = []
+        for aligned, weights in zip(self._aligned(launch), self.weights, strict=True):
+            inner, sums = backend.gate_up(launch, self.experts, weights, aligned, weights.shape[1], self.options)
+            calls.append(partial(backend.down, launch, inner, sums, self.experts, aligned))
+        return calls
+
+    def _aligned(self, launch: LaunchConfig) -> list[Alignment]:
+        return [backend.align_call(launch, self.x, ids, None, self.experts) for ids in self.ids]
 
     def whole(self, launch: LaunchConfig) -> list[Callable[[], torch.Tensor]]:
         """The whole layer, one call a routing."""
@@ -151,13 +146,12 @@ def _compile(task: tuple[Shape, Candidate]) -> str | None:
     """Compile one candidate in a worker; the reason when it cannot run."""
     shape, candidate = task
     device = torch.device("cuda", 0)
-    tokens = candidate.config.block_tokens
-    key = f"{shape.name} {candidate.gemm} {candidate.plane} {tokens}"
+    key = f"{shape.name} {candidate.gemm} {candidate.plane}"
     try:
         if key not in _WORKER:
             planes = (candidate.plane, None) if candidate.gemm == "gate_up" else (None, candidate.plane)
             experts = prepare_with_planes(*random_experts(shape, "float", device, experts=2), planes)
-            _WORKER[key] = Layer(shape, experts, 1, tokens, 1)
+            _WORKER[key] = Layer(shape, experts, 1, 1)
         getattr(_WORKER[key], candidate.gemm)(candidate.config)[0]()
         torch.cuda.synchronize()
     except Exception as error:
@@ -165,47 +159,44 @@ def _compile(task: tuple[Shape, Candidate]) -> str | None:
     return None
 
 
-def compile_all(shape: Shape, wanted: list[Candidate], workers: int) -> dict[Candidate, str]:
+def compile_all(wanted: list[tuple[Shape, Candidate]], workers: int) -> dict[tuple[str, Candidate], str]:
     """Compile in `workers` processes; returns the candidates that cannot run, with reasons."""
     started = time.time()
-    failed: dict[Candidate, str] = {}
+    failed: dict[tuple[str, Candidate], str] = {}
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        results = pool.imap(_compile, [(shape, candidate) for candidate in wanted])
-        for number, (candidate, reason) in enumerate(zip(wanted, results, strict=True), 1):
+        results = pool.imap(_compile, wanted)
+        for number, ((shape, candidate), reason) in enumerate(zip(wanted, results, strict=True), 1):
             if reason:
-                failed[candidate] = reason
+                failed[shape.name, candidate] = reason
             print(f"\rcompiled {number} of {len(wanted)}, {time.time() - started:.0f} s", end="", file=sys.stderr)
     print(file=sys.stderr, flush=True)
     return failed
 
 
 def sweep(
-    shape: Shape, wanted: list[Candidate], tokens: tuple[int, ...], device: torch.device, replays: int = 5
+    shape: Shape, wanted: list[Candidate], tokens: tuple[int, ...], device: torch.device, replays: int = 4
 ) -> list[dict[str, Any]]:
     """Milliseconds of every candidate at every batch size: one row each."""
     w13, w2 = random_experts(shape, "float", device)
     rows: list[dict[str, Any]] = []
-    planes = sorted({(c.gemm, c.plane) for c in wanted})
-    for gemm, plane in planes:
+    for gemm, plane in sorted({(c.gemm, c.plane) for c in wanted}):
         experts = prepare_with_planes(w13, w2, (plane, None) if gemm == "gate_up" else (None, plane))
         for count in tokens:
             blocks = block_tokens_for(count * shape.top_k / shape.experts)
-            for block in blocks:
-                layer = Layer(shape, experts, count, block, ROUTINGS)
-                for candidate in wanted:
-                    if (candidate.gemm, candidate.plane, candidate.config.block_tokens) != (gemm, plane, block):
-                        continue
-                    milliseconds = graph_milliseconds(getattr(layer, gemm)(candidate.config), replays)
+            layer = Layer(shape, experts, count, ROUTINGS)
+            for candidate in wanted:
+                gemm_config = candidate.config
+                if (candidate.gemm, candidate.plane) == (gemm, plane) and gemm_config.block_tokens in blocks:
+                    milliseconds = graph_milliseconds(getattr(layer, gemm)(gemm_config), replays)
                     rows.append(
-                        {"gemm": gemm, "plane": plane, "tokens": count, "ms": milliseconds}
-                        | {"config": vars(candidate.config)}
+                        {"gemm": gemm, "plane": plane, "tokens": count, "ms": milliseconds, "config": vars(gemm_config)}
                     )
             print(f"\r{shape.name} {gemm} plane {plane} M={count}   ", end="", file=sys.stderr)
     print(file=sys.stderr, flush=True)
     return rows
 
 
-def best(rows: list[dict[str, Any]], tokens: int, planes: tuple[int, int]) -> tuple[LaunchConfig, float]:
+def best(rows: list[dict[str, Any]], tokens: int, planes: tuple[int, ...]) -> tuple[LaunchConfig, float]:
     """The fastest configuration of each GEMM, and the sum of their times."""
     pair = [
         min(
@@ -235,31 +226,38 @@ def main(argv: list[str]) -> int:
     raw: dict[str, Any] = {}
     path = Path(config.__file__).parent / "configs" / config.table_name(torch.cuda.get_device_name(device))
     table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"shapes": {}}
+    wanted: dict[str, list[Candidate]] = {}
     for name in args.shape:
         shape = SHAPES[name]
-        device_experts = random_experts(shape, "float", device)
-        natural = prepare_with_planes(*device_experts, (None, None))
-        own = (natural.tensors["w13_words"].shape[3], natural.tensors["w2_words"].shape[3])
+        natural = prepare_with_planes(*random_experts(shape, "float", device, experts=1), (None, None))
+        planes = {
+            "gate_up": args.planes_w13 or [natural.tensors["w13_words"].shape[3]],
+            "down": args.planes_w2 or [natural.tensors["w2_words"].shape[3]],
+        }
         blocks = {b for m in args.tokens for b in block_tokens_for(m * shape.top_k / shape.experts)}
         configs = [gemm for gemm in gemm_configs() if gemm.block_tokens in blocks]
-        planes = {"gate_up": args.planes_w13 or [own[0]], "down": args.planes_w2 or [own[1]]}
-        wanted = [Candidate(g, plane, c) for g in planes for plane in planes[g] for c in configs]
-        failed = compile_all(shape, wanted, args.workers)
-        for candidate, reason in failed.items():
-            print(f"cannot run {candidate}: {reason}", file=sys.stderr)
-        rows = sweep(shape, [c for c in wanted if c not in failed], tuple(args.tokens), device)
+        wanted[name] = [Candidate(g, plane, c) for g in planes for plane in planes[g] for c in configs]
+    failed = compile_all([(SHAPES[name], c) for name in wanted for c in wanted[name]], args.workers)
+    for (name, candidate), reason in failed.items():
+        print(f"cannot run {name} {candidate}: {reason}", file=sys.stderr)
+    for name, tried in wanted.items():
+        shape = SHAPES[name]
+        rows = sweep(shape, [c for c in tried if (name, c) not in failed], tuple(args.tokens), device)
         raw[name] = rows
+        experts = prepare_with_planes(*random_experts(shape, "float", device), (None, None))
+        own = (experts.tensors["w13_words"].shape[3], experts.tensors["w2_words"].shape[3])
         entries = {}
         for tokens in args.tokens:
-            for pair in itertools.product(planes["gate_up"], planes["down"]):
+            tried_planes = [sorted({c.plane for c in tried if c.gemm == gemm}) for gemm in ("gate_up", "down")]
+            for pair in itertools.product(*tried_planes):
                 launch, total = best(rows, tokens, pair)
                 line = f"{name} M={tokens} planes {pair}: GEMMs {total:.4f} ms"
                 if pair == own:
-                    layer = Layer(shape, natural, tokens, 16, ROUTINGS)
+                    layer = Layer(shape, experts, tokens, ROUTINGS)
                     line += f", layer {graph_milliseconds(layer.whole(launch)):.4f} ms"
                     entries[f"{tokens * shape.top_k / shape.experts:g}"] = launch.to_json()
                 print(line, [tuple(vars(gemm).values()) for gemm in (launch.gate_up, launch.down)], flush=True)
-        table["shapes"][config.shape_key(natural.meta, shape.top_k)] = entries
+        table["shapes"][config.shape_key(experts.meta, shape.top_k)] = entries
     if args.raw:
         args.raw.write_text(json.dumps(raw), encoding="utf-8")
     if not args.dry_run:

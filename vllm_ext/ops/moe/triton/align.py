@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_ext.ops.moe.triton.dequant import scale_activations
 from vllm_ext.ops.moe.triton.pdl import dependent_launch, wait_for_previous
 
 _ONE_LAUNCH_SLOTS = 4096
@@ -31,12 +32,14 @@ class Alignment:
     sorted_slots  int32 [S]
     blocks        int32 [max_blocks, 4] of the first GEMM: (expert, first place in sorted_slots, slots, nothing), with 0
                   slots in blocks that this routing does not need; down_blocks likewise of the second
+    x             [M, K], the activations as the first GEMM reads them
     group_sums    FP32 [M, runs], sums of the activations
     """
 
     sorted_slots: torch.Tensor
     blocks: torch.Tensor
     down_blocks: torch.Tensor
+    x: torch.Tensor
     group_sums: torch.Tensor
 
 
@@ -75,15 +78,19 @@ def _load_experts(topk_ids, slot, num_slots, expert_map, num_experts, num_global
 
 
 @triton.jit
-def _sum_token(
-    x, group_sums, token, x_stride, columns, SUM_WIDTH: tl.constexpr, SUMS: tl.constexpr, POW2: tl.constexpr
-):
-    """One token's sums over runs of columns."""
+def _prepare_token(x, scaled, group_sums, token, x_stride, p: tl.constexpr):
+    """One token's sums over runs of columns, and its activations as the first GEMM reads them.
+
+    `p` is (K, columns of a sum, sums, sums rounded up to a power of two, exponent, its step, plane width).
+    """
     token = token.to(tl.int64)
-    run = tl.arange(0, POW2)
-    k = run[:, None] * SUM_WIDTH + tl.arange(0, SUM_WIDTH)[None, :]
-    value = tl.load(x + token * x_stride + k, mask=k < columns, other=0.0).to(tl.float32)
-    tl.store(group_sums + token * SUMS + run, tl.sum(value, 1), mask=run < SUMS)
+    run = tl.arange(0, p[3])
+    k = run[:, None] * p[1] + tl.arange(0, p[1])[None, :]
+    value = tl.load(x + token * x_stride + k, mask=k < p[0], other=0.0).to(tl.float32)
+    tl.store(group_sums + token * p[2] + run, tl.sum(value, 1), mask=run < p[2])
+    if p[4] != 0:
+        value = scale_activations(value, k, p[4], p[5], p[6])
+        tl.store(scaled + token * p[0] + k, value.to(scaled.dtype.element_ty), mask=k < p[0])
 
 
 @triton.jit(
@@ -94,6 +101,7 @@ def _align_kernel(
     topk_ids,
     expert_map,
     x,
+    scaled,
     sorted_slots,
     blocks,
     other_blocks,
@@ -104,22 +112,19 @@ def _align_kernel(
     num_experts,
     num_global,
     x_stride,
-    columns,
     HAS_MAP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     OTHER_BLOCK_TOKENS: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
-    SUM_WIDTH: tl.constexpr,
-    SUMS: tl.constexpr,
-    SUMS_POW2: tl.constexpr,
+    TOKEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs 0 to E - 1 each list one expert's slots and blocks; the others each sum one token's activations."""
+    """Programs 0 to E - 1 each list one expert's slots and blocks; the others each prepare one token."""
     wait_for_previous(PDL)
     pid = tl.program_id(0)
     if pid >= num_experts:
-        _sum_token(x, group_sums, pid - num_experts, x_stride, columns, SUM_WIDTH, SUMS, SUMS_POW2)
+        _prepare_token(x, scaled, group_sums, pid - num_experts, x_stride, TOKEN)
     else:
         bins = tl.arange(0, BINS)
         slot = tl.arange(0, CHUNK)
@@ -144,6 +149,7 @@ def _count_kernel(
     topk_ids,
     expert_map,
     x,
+    scaled,
     counts,
     group_sums,
     num_slots,
@@ -152,20 +158,17 @@ def _count_kernel(
     num_experts,
     num_global,
     x_stride,
-    columns,
     HAS_MAP: tl.constexpr,
     BINS: tl.constexpr,
     STEP: tl.constexpr,
-    SUM_WIDTH: tl.constexpr,
-    SUMS: tl.constexpr,
-    SUMS_POW2: tl.constexpr,
+    TOKEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The first programs each count one chunk's ids: counts [chunks, BINS]; the others each sum one token."""
+    """The first programs each count one chunk's ids: counts [chunks, BINS]; the others each prepare one token."""
     wait_for_previous(PDL)
     pid = tl.program_id(0)
     if pid >= num_chunks:
-        _sum_token(x, group_sums, pid - num_chunks, x_stride, columns, SUM_WIDTH, SUMS, SUMS_POW2)
+        _prepare_token(x, scaled, group_sums, pid - num_chunks, x_stride, TOKEN)
     else:
         total = tl.zeros([BINS], tl.int32)
         for base in range(pid * chunk_slots, pid * chunk_slots + chunk_slots, STEP):
@@ -196,8 +199,8 @@ def _offset_kernel(
     pid = tl.program_id(0)
     bins = tl.arange(0, BINS)
     totals = tl.zeros([BINS], tl.int32)
-    for base in range(0, num_chunks, 8):
-        row = base + tl.arange(0, 8)
+    for base in range(0, num_chunks, 32):
+        row = base + tl.arange(0, 32)
         ok = (row < num_chunks)[:, None] & (bins < num_experts)[None, :]
         totals += tl.sum(tl.load(counts + row[:, None] * BINS + bins[None, :], mask=ok, other=0), 0)
     count = tl.sum(tl.where(bins == pid, totals, 0))
@@ -247,23 +250,33 @@ def max_blocks(num_slots: int, num_experts: int, block_tokens: int) -> int:
     return min(num_slots, (num_slots + min(num_slots, num_experts) * (block_tokens - 1)) // block_tokens)
 
 
+@dataclass(frozen=True)
+class TokenForm:
+    """How the first GEMM reads activations: sums over `sum_width` columns (a power of 2); columns times a power of two
+    that depends on their place in tiles of planes, `plane` columns each (`dequant.CodeForm`)."""
+
+    sum_width: int
+    plane: int
+    exponent: int
+    step: int
+
+
 def align(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
     num_experts: int,
     block_tokens: tuple[int, int],
-    sum_width: int,
+    form: TokenForm,
     one_launch_slots: int = _ONE_LAUNCH_SLOTS,
 ) -> Alignment:
-    """Group the slots of topk_ids [M, top_k] by expert and sum x [M, K] over runs of `sum_width` columns.
+    """Group the slots of topk_ids [M, top_k] by expert and bring x [M, K] into the first GEMM's form.
 
-    `block_tokens` is the size of the first and of the second GEMM's blocks; `sum_width` is a power of 2. The sums feed
-    the zero points' rank-one term.
+    `block_tokens` is the size of the first and of the second GEMM's blocks.
     """
     num_tokens, columns = x.shape
     num_slots = topk_ids.numel()
-    sums = -(-columns // sum_width)
+    sums = -(-columns // form.sum_width)
     limits = [max_blocks(num_slots, num_experts, size) for size in block_tokens]
     # Every part starts at a multiple of 16 bytes, so that one compiled kernel serves all sizes.
     table = -(-num_slots // 4) * 4
@@ -272,34 +285,37 @@ def align(
     same = block_tokens[0] == block_tokens[1]
     other = blocks if same else ints[table + 4 * limits[0] :].view(-1, 4)
     group_sums = torch.empty(num_tokens, sums, dtype=torch.float32, device=x.device)
+    scaled = torch.empty(num_tokens, columns, dtype=x.dtype, device=x.device) if form.exponent else x
+    aligned = Alignment(sorted_slots, blocks, other, scaled, group_sums)
     id_map = expert_map if expert_map is not None else topk_ids
     num_global = expert_map.shape[0] if expert_map is not None else 0
     pdl = dependent_launch(x.device)
     ids = {"HAS_MAP": expert_map is not None, "BINS": triton.next_power_of_2(num_experts + 1)}
     tokens = {"BLOCK_TOKENS": block_tokens[0], "OTHER_BLOCK_TOKENS": block_tokens[1]}
-    runs = {"SUM_WIDTH": sum_width, "SUMS": sums, "SUMS_POW2": triton.next_power_of_2(sums)}
+    pow2 = triton.next_power_of_2(sums)
+    token = {"TOKEN": (columns, form.sum_width, sums, pow2, form.exponent, form.step, form.plane)}
     launch = {"PDL": pdl, "launch_pdl": pdl}
-    x_args = (x.stride(0), columns)
     if num_slots <= one_launch_slots:
         chunk = triton.next_power_of_2(max(num_slots, 128))
         _align_kernel[(num_experts + num_tokens,)](
-            topk_ids, id_map, x, sorted_slots, blocks, other, group_sums, num_slots, *limits, num_experts, num_global,
-            *x_args, CHUNK=chunk, num_warps=8 if chunk >= 1024 else 4, **ids, **tokens, **runs, **launch,
+            topk_ids, id_map, x, scaled, sorted_slots, blocks, other, group_sums, num_slots, *limits, num_experts,
+            num_global, x.stride(0), CHUNK=chunk, num_warps=8 if chunk >= 1024 else 4, **ids, **tokens, **token,
+            **launch,
         )  # fmt: skip
-        return Alignment(sorted_slots, blocks, other, group_sums)
+        return aligned
     chunk_slots = max(_PLACE_SLOTS, triton.next_power_of_2(triton.cdiv(num_slots, _MAX_CHUNKS)))
     num_chunks = triton.cdiv(num_slots, chunk_slots)
     counts, offsets = torch.empty(2, num_chunks, ids["BINS"], dtype=torch.int32, device=x.device)
     _count_kernel[(num_chunks + num_tokens,)](
-        topk_ids, id_map, x, counts, group_sums, num_slots, num_chunks, chunk_slots, num_experts, num_global, *x_args,
-        STEP=_PLACE_SLOTS, num_warps=4, **ids, **runs, **launch,
+        topk_ids, id_map, x, scaled, counts, group_sums, num_slots, num_chunks, chunk_slots, num_experts, num_global,
+        x.stride(0), STEP=_PLACE_SLOTS, num_warps=4, **ids, **token, **launch,
     )  # fmt: skip
     _offset_kernel[(num_experts,)](
         counts, offsets, blocks, other, num_chunks, *limits, num_experts,
-        BINS=ids["BINS"], CHUNKS_POW2=triton.next_power_of_2(num_chunks), num_warps=4, **tokens, **launch,
+        BINS=ids["BINS"], CHUNKS_POW2=triton.next_power_of_2(num_chunks), num_warps=8, **tokens, **launch,
     )  # fmt: skip
     _place_kernel[(triton.cdiv(num_slots, _PLACE_SLOTS),)](
         topk_ids, id_map, offsets, sorted_slots, num_slots, chunk_slots, num_experts, num_global,
         SLOTS=_PLACE_SLOTS, num_warps=8, **ids, **launch,
     )  # fmt: skip
-    return Alignment(sorted_slots, blocks, other, group_sums)
+    return aligned

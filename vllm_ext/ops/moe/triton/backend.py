@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from vllm_ext.ops.moe.experts import CallOptions, PreparedExperts, experts_meta
-from vllm_ext.ops.moe.triton.align import Alignment, align
+from vllm_ext.ops.moe.triton.align import Alignment, TokenForm, align
 from vllm_ext.ops.moe.triton.combine import combine
 from vllm_ext.ops.moe.triton.config import GemmConfig, LaunchConfig, choose
-from vllm_ext.ops.moe.triton.dequant import code_offset
+from vllm_ext.ops.moe.triton.dequant import CodeForm, code_form
 from vllm_ext.ops.moe.triton.gemm import down_kernel, gate_up_kernel
 from vllm_ext.ops.moe.triton.layout import PLANES, interleave_rows, to_kernel_order
 from vllm_ext.ops.moe.triton.pdl import dependent_launch
@@ -77,6 +77,10 @@ def _scaling(config: GemmConfig, group_size: int, plane: int) -> str:
     return config.scaling if group_size % plane == 0 else "column"
 
 
+def _form(config: GemmConfig, dtype: torch.dtype, group_size: int, plane: int) -> CodeForm:
+    return code_form(dtype, _asm(dtype), _scaling(config, group_size, plane))
+
+
 @functools.lru_cache(maxsize=8)
 def _asm(dtype: torch.dtype) -> bool:
     return not interpreting() and torch.version.hip is None and dtype != torch.float32
@@ -111,9 +115,8 @@ def run(
     x = hidden_states if hidden_states.stride(1) == 1 else hidden_states.contiguous()
     topk_ids = topk_ids.contiguous()
     topk_weights = topk_weights.contiguous()
-    blocks = (config.gate_up.block_tokens, config.down.block_tokens)
-    aligned = align_call(x, topk_ids, expert_map, experts, blocks)
-    inner, inner_sums = gate_up(config, x, experts, topk_weights, aligned, topk_ids.shape[1], options)
+    aligned = align_call(config, x, topk_ids, expert_map, experts)
+    inner, inner_sums = gate_up(config, experts, topk_weights, aligned, topk_ids.shape[1], options)
     slots = down(config, inner, inner_sums, experts, aligned)
     return combine(
         slots, topk_ids, topk_weights, expert_map, meta.num_experts, not options.apply_router_weight_on_input
@@ -121,21 +124,23 @@ def run(
 
 
 def align_call(
+    config: LaunchConfig,
     x: torch.Tensor,
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
     experts: PreparedExperts,
-    block_tokens: tuple[int, int],
 ) -> Alignment:
-    """The slots grouped by expert, and the sums of x that the first GEMM needs."""
+    """The slots grouped by expert, and x as the first GEMM reads it."""
     meta = experts.meta
-    sum_width = _sum_width(meta.group_size_w13, experts.tensors["w13_words"].shape[3])
-    return align(x, topk_ids, expert_map, meta.num_experts, block_tokens, sum_width)
+    plane = experts.tensors["w13_words"].shape[3]
+    form = _form(config.gate_up, x.dtype, meta.group_size_w13, plane)
+    token = TokenForm(_sum_width(meta.group_size_w13, plane), plane, form.activation_exponent, form.plane_step)
+    blocks = (config.gate_up.block_tokens, config.down.block_tokens)
+    return align(x, topk_ids, expert_map, meta.num_experts, blocks, token)
 
 
 def gate_up(
     config: LaunchConfig,
-    x: torch.Tensor,
     experts: PreparedExperts,
     topk_weights: torch.Tensor,
     aligned: Alignment,
@@ -143,7 +148,7 @@ def gate_up(
     options: CallOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The activated first GEMM of every slot, in sorted order [S, I padded], and its sums [S, runs]."""
-    meta, tensors, gemm = experts.meta, experts.tensors, config.gate_up
+    meta, tensors, gemm, x = experts.meta, experts.tensors, config.gate_up, aligned.x
     words = tensors["w13_words"]
     factors, factor_dtype = _factor_words(tensors["w13_factors"])
     rows, plane = words.shape[2], words.shape[3]
@@ -154,7 +159,10 @@ def gate_up(
     inner = torch.empty(aligned.sorted_slots.shape[0], stride, dtype=x.dtype, device=x.device)
     sums = torch.empty(inner.shape[0], tiles * columns // sum_width, dtype=torch.float32, device=x.device)
     asm = _asm(x.dtype)
-    gate_up_kernel[(aligned.blocks.shape[0] * tiles,)](
+    form = _form(gemm, x.dtype, meta.group_size_w13, plane)
+    plane_w2 = tensors["w2_words"].shape[3]
+    out_form = _form(config.down, x.dtype, meta.group_size_w2, plane_w2)
+    gate_up_kernel[(aligned.blocks.shape[0] * triton.cdiv(tiles, gemm.row_tiles),)](
         x,
         words,
         factors,
@@ -174,15 +182,18 @@ def gate_up(
         OUT_STRIDE=stride,
         OUT_SUM_WIDTH=sum_width,
         OUT_SUMS=sums.shape[1],
+        OUT_EXPONENT=(out_form.activation_exponent, out_form.plane_step, plane_w2),
         ACTIVATION=options.activation,
         GATED=meta.gated,
         WEIGHT_ON_INPUT=options.apply_router_weight_on_input,
         SCALING=_scaling(gemm, meta.group_size_w13, plane),
-        OFFSET=code_offset(str(x.dtype).removeprefix("torch."), asm),
+        FORM=(form.offset, form.unit, form.activation_exponent, form.scale_exponent),
         ASM=asm,
         BLOCK_TOKENS=gemm.block_tokens,
         BLOCK_ROWS=gemm.block_rows,
         STAGES=gemm.num_stages,
+        UNROLL=gemm.unroll,
+        ROW_TILES=gemm.row_tiles,
         PDL=dependent_launch(x.device),
         num_warps=gemm.num_warps,
         maxnreg=gemm.max_registers,
@@ -202,7 +213,8 @@ def down(
     columns = config.gate_up.block_rows // 2 if meta.gated else config.gate_up.block_rows
     out = torch.empty(inner.shape[0], meta.hidden_size, dtype=inner.dtype, device=inner.device)
     asm = _asm(inner.dtype)
-    down_kernel[(aligned.down_blocks.shape[0] * triton.cdiv(rows, gemm.block_rows),)](
+    form = _form(gemm, inner.dtype, meta.group_size_w2, plane)
+    down_kernel[(aligned.down_blocks.shape[0] * triton.cdiv(rows, gemm.block_rows * gemm.row_tiles),)](
         inner,
         words,
         factors,
@@ -218,11 +230,13 @@ def down(
         X_SUMS=sums.shape[1],
         OUT_COLUMNS=meta.hidden_size,
         SCALING=_scaling(gemm, meta.group_size_w2, plane),
-        OFFSET=code_offset(str(inner.dtype).removeprefix("torch."), asm),
+        FORM=(form.offset, form.unit, form.activation_exponent, form.scale_exponent),
         ASM=asm,
         BLOCK_TOKENS=gemm.block_tokens,
         BLOCK_ROWS=gemm.block_rows,
         STAGES=gemm.num_stages,
+        UNROLL=gemm.unroll,
+        ROW_TILES=gemm.row_tiles,
         PDL=dependent_launch(inner.device),
         num_warps=gemm.num_warps,
         maxnreg=gemm.max_registers,

@@ -19,7 +19,11 @@ _BATCH_INVARIANT_TOKENS = 32
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """How one grouped GEMM is launched. `scaling` is explained in gemm.py."""
+    """How one grouped GEMM is launched. `scaling` is explained in gemm.py.
+
+    unroll     K tiles of one iteration of the inner loop
+    row_tiles  tiles of `block_rows` rows that one program computes
+    """
 
     block_tokens: int
     block_rows: int
@@ -27,6 +31,8 @@ class GemmConfig:
     num_stages: int
     scaling: str = "sum"
     max_registers: int | None = None
+    unroll: int = 1
+    row_tiles: int = 1
 
 
 @dataclass(frozen=True)

@@ -4,35 +4,75 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 
-# In BF16 the bits 0x4300 | q are exactly 128 + q, in FP16 0x6400 | q are 1024 + q: one lop3 makes two operands.
+# An exponent field of 0 or 1 makes a float linear in its bits: BF16 bits b < 256 are b * 2^-133. So a nibble needs no
+# more than a mask where it lies in the low byte, and one shift serves two nibbles; those at bit 4 count 16 times.
+# Products with activations near 1 would fall out of FP32's range, so the activations are brought up by a power of two,
+# the ones that meet a nibble at bit 4 by 16 times less (`activation_exponent`).
 _BF16_EXPAND = tl.constexpr("""
+{
+.reg .b32 high;
+shr.u32 high, $4, 8;
+and.b32 $0, $4, 0x000F000F;
+and.b32 $1, $4, 0x00F000F0;
+and.b32 $2, high, 0x000F000F;
+and.b32 $3, high, 0x00F000F0;
+}
+""")
+_BF16_UNIT = 133
+_BF16_SCALE_EXPONENT = 100
+# FP16 has no such range. There the bits 0x6400 | q are exactly 1024 + q: one lop3 after a shift.
+_FP16_EXPAND = tl.constexpr("""
 {
 .reg .b32 a, b, c;
 shr.u32 a, $4, 4;
 shr.u32 b, $4, 8;
 shr.u32 c, $4, 12;
-lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 $1, a, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 $2, b, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 $3, c, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 $0, $4, 0x000F000F, 0x64006400, 0xEA;
+lop3.b32 $1, a, 0x000F000F, 0x64006400, 0xEA;
+lop3.b32 $2, b, 0x000F000F, 0x64006400, 0xEA;
+lop3.b32 $3, c, 0x000F000F, 0x64006400, 0xEA;
 }
 """)
-_FP16_EXPAND = tl.constexpr(_BF16_EXPAND.value.replace("0x43004300", "0x64006400"))
-_BF16_SCALE = tl.constexpr("fma.rn.bf16x2 $0, $1, $2, $3;")
-_FP16_SCALE = tl.constexpr("fma.rn.f16x2 $0, $1, $2, $3;")
+_FP16_OFFSET = 1024
+_BF16_FMA = tl.constexpr("fma.rn.bf16x2 $0, $1, $2, $3;")
+_FP16_FMA = tl.constexpr("fma.rn.f16x2 $0, $1, $2, $3;")
 
 
-def code_offset(dtype_name: str, use_asm: bool) -> int:
-    """What `expand` adds to every code."""
-    return {"bfloat16": 128, "float16": 1024}.get(dtype_name, 0) if use_asm else 0
+@dataclass(frozen=True)
+class CodeForm:
+    """How codes reach the tensor core: as (code + offset) * 2^-unit, against activations times 2^activation_exponent.
+
+    scale_exponent  the scales' own power of two where they multiply the codes ("operand" and "column" scaling)
+    plane_step      how much less activations on the odd nibble planes are scaled, as a power of two
+    """
+
+    offset: int
+    unit: int
+    activation_exponent: int
+    scale_exponent: int
+    plane_step: int
+
+
+def code_form(dtype: torch.dtype, asm: bool, scaling: str) -> CodeForm:
+    """The form for activations of `dtype`; plain codes without the assembly."""
+    if asm and dtype == torch.bfloat16:
+        if scaling == "sum":
+            return CodeForm(0, _BF16_UNIT, 70, 0, 4)
+        return CodeForm(0, _BF16_UNIT, _BF16_UNIT - _BF16_SCALE_EXPONENT, _BF16_SCALE_EXPONENT, 4)
+    if asm and dtype == torch.float16:
+        return CodeForm(_FP16_OFFSET, 0, 0, 0, 0)
+    return CodeForm(0, 0, 0, 0, 0)
 
 
 @triton.jit
 def expand(words, dtype: tl.constexpr, ASM: tl.constexpr):
-    """int16 words [R, P] to the four nibble planes [R, P]: codes plus `code_offset`, in `dtype` (FP32 without ASM)."""
+    """int16 words [R, P] to the four nibble planes [R, P] in `CodeForm`, in `dtype` (FP32 without ASM)."""
     if ASM and dtype == tl.bfloat16:
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
             _BF16_EXPAND, "=r,=r,=r,=r,r", [words], (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2
@@ -57,9 +97,18 @@ def scale_codes(plane, scale, OFFSET: tl.constexpr, ASM: tl.constexpr):
     """
     scale = tl.broadcast_to(scale, plane.shape)
     if ASM and plane.dtype == tl.bfloat16:
-        out = tl.inline_asm_elementwise(_BF16_SCALE, "=r,r,r,r", [plane, scale, scale * -OFFSET], tl.bfloat16, True, 2)
+        out = tl.inline_asm_elementwise(_BF16_FMA, "=r,r,r,r", [plane, scale, scale * -OFFSET], tl.bfloat16, True, 2)
     elif ASM and plane.dtype == tl.float16:
-        out = tl.inline_asm_elementwise(_FP16_SCALE, "=r,r,r,r", [plane, scale, scale * -OFFSET], tl.float16, True, 2)
+        out = tl.inline_asm_elementwise(_FP16_FMA, "=r,r,r,r", [plane, scale, scale * -OFFSET], tl.float16, True, 2)
     else:
         out = plane * scale
     return out
+
+
+@triton.jit
+def scale_activations(value, column, EXPONENT: tl.constexpr, STEP: tl.constexpr, PLANE: tl.constexpr):
+    """FP32 activations times their power of two, by the nibble plane that each column meets. Exact."""
+    if EXPONENT != 0:
+        odd = (column // PLANE) % 2 == 1
+        value *= tl.where(odd, 2.0 ** (EXPONENT - STEP), 2.0**EXPONENT)
+    return value

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from vllm_ext.ops.moe.triton.activation import gated, pointwise
-from vllm_ext.ops.moe.triton.dequant import expand, scale_codes
+from vllm_ext.ops.moe.triton.dequant import expand, scale_activations, scale_codes
 from vllm_ext.ops.moe.triton.pdl import prefetch_tiles, wait_for_previous
 
 _SUM_CHUNK = tl.constexpr(16)
@@ -131,102 +131,206 @@ def _four_side_by_side(p0, p1, p2, p3):
 
 
 @triton.jit
-def _weight_times_x(
+def _add_tile(
+    acc,
     words,
     factors,
     row,
     x,
-    sums,
     token_ok,
+    tile,
     p: tl.constexpr,
+    FORM: tl.constexpr,
     FACTOR_DTYPE: tl.constexpr,
     SCALING: tl.constexpr,
-    OFFSET: tl.constexpr,
     ASM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
+    EVEN_TILES: tl.constexpr,
 ):
-    """W x^T in FP32 [rows, tokens]. `x` and `sums` point at the tokens' first columns and sums.
-
-    `p` is (K, rows, group size, plane width, columns of one sum).
-    """
+    """acc [rows, tokens] + one K tile's product."""
     K: tl.constexpr = p[0]
     ROWS: tl.constexpr = p[1]
     GROUP: tl.constexpr = p[2]
     PLANE: tl.constexpr = p[3]
     TILE: tl.constexpr = 4 * PLANE
-    EVEN: tl.constexpr = K % TILE == 0
+    EVEN: tl.constexpr = K % TILE == 0 and EVEN_TILES
     # Planes of a tile that share a group.
     SHARED: tl.constexpr = 4 if GROUP % TILE == 0 else (2 if GROUP % (2 * PLANE) == 0 else 1)
     # Without the 16-bit assembly (FP32, the interpreter) operands are FP32.
     dtype: tl.constexpr = x.dtype.element_ty if ASM else tl.float32
     precision: tl.constexpr = "tf32" if ASM else "ieee"
+    SCALE_UP: tl.constexpr = 2.0 ** FORM[3]
 
-    # A small block's registers have room for what the zero points' term reads: its latency hides behind the loop.
-    SUMS: tl.constexpr = (K + p[4] - 1) // p[4]
-    EARLY: tl.constexpr = BLOCK_TOKENS <= 16 and SUMS * BLOCK_ROWS <= 64 * 32
-    if EARLY:
-        word0, total0 = _load_zero_term(factors, row, sums, token_ok, 0, p)
-        if SUMS > _SUM_CHUNK:
-            word1, total1 = _load_zero_term(factors, row, sums, token_ok, _SUM_CHUNK, p)
-    acc = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
-    at = words + row[:, None] * PLANE + tl.arange(0, PLANE)[None, :]
-    for tile in tl.range(0, (K + TILE - 1) // TILE, num_stages=STAGES):
-        if ROWS % BLOCK_ROWS == 0:
-            word = tl.load(at + tile * (ROWS * PLANE))
+    at = words + tile * (ROWS * PLANE) + row[:, None] * PLANE + tl.arange(0, PLANE)[None, :]
+    k = tile * TILE
+    if ROWS % BLOCK_ROWS == 0 and EVEN_TILES:
+        word = tl.load(at)
+    else:
+        ok = tl.where(row < ROWS, k, K) < K
+        word = tl.load(at, mask=ok[:, None], other=0)
+    w0, w1, w2, w3 = expand(word, dtype, ASM)
+    if SCALING == "sum" and SHARED == 1:
+        for i in tl.static_range(4):
+            w = w0 if i == 0 else (w1 if i == 1 else (w2 if i == 2 else w3))
+            xs = _load_x(x, k + i * PLANE + tl.arange(0, PLANE), token_ok, K, EVEN).to(dtype)
+            s, _ = _group_factors(factors, row, k + i * PLANE, p, FACTOR_DTYPE)
+            acc += tl.dot(w, xs, input_precision=precision) * s[:, None]
+    elif SCALING == "sum" and SHARED == 2:
+        for i in tl.static_range(2):
+            w = _side_by_side(w0, w1) if i == 0 else _side_by_side(w2, w3)
+            xs = _load_x(x, k + i * 2 * PLANE + tl.arange(0, 2 * PLANE), token_ok, K, EVEN).to(dtype)
+            s, _ = _group_factors(factors, row, k + i * 2 * PLANE, p, FACTOR_DTYPE)
+            acc += tl.dot(w, xs, input_precision=precision) * s[:, None]
+    else:
+        xs = _load_x(x, k + tl.arange(0, TILE), token_ok, K, EVEN).to(dtype)
+        if SCALING == "sum":
+            s, _ = _group_factors(factors, row, k, p, FACTOR_DTYPE)
+            w = _four_side_by_side(w0, w1, w2, w3)
+            acc += tl.dot(w, xs, input_precision=precision) * s[:, None]
         else:
-            word = tl.load(at + tile * (ROWS * PLANE), mask=(row < ROWS)[:, None], other=0)
-        k = tile * TILE
-        w0, w1, w2, w3 = expand(word, dtype, ASM)
-        if SCALING == "sum" and SHARED == 1:
-            for i in tl.static_range(4):
-                w = w0 if i == 0 else (w1 if i == 1 else (w2 if i == 2 else w3))
-                xs = _load_x(x, k + i * PLANE + tl.arange(0, PLANE), token_ok, K, EVEN).to(dtype)
-                s, _ = _group_factors(factors, row, k + i * PLANE, p, FACTOR_DTYPE)
-                acc += tl.dot(w, xs, input_precision=precision) * s[:, None]
-        elif SCALING == "sum" and SHARED == 2:
-            for i in tl.static_range(2):
-                w = _side_by_side(w0, w1) if i == 0 else _side_by_side(w2, w3)
-                xs = _load_x(x, k + i * 2 * PLANE + tl.arange(0, 2 * PLANE), token_ok, K, EVEN).to(dtype)
-                s, _ = _group_factors(factors, row, k + i * 2 * PLANE, p, FACTOR_DTYPE)
-                acc += tl.dot(w, xs, input_precision=precision) * s[:, None]
-        else:
-            xs = _load_x(x, k + tl.arange(0, TILE), token_ok, K, EVEN).to(dtype)
-            if SCALING == "sum":
-                s, _ = _group_factors(factors, row, k, p, FACTOR_DTYPE)
-                w = _four_side_by_side(w0, w1, w2, w3)
-                acc += tl.dot(w, xs, input_precision=precision) * s[:, None]
+            if SCALING == "column":
+                column = k + tl.arange(0, PLANE)
+                s0 = _column_scales(factors, row, column, p, FACTOR_DTYPE)
+                s1 = _column_scales(factors, row, column + PLANE, p, FACTOR_DTYPE)
+                s2 = _column_scales(factors, row, column + 2 * PLANE, p, FACTOR_DTYPE)
+                s3 = _column_scales(factors, row, column + 3 * PLANE, p, FACTOR_DTYPE)
             else:
-                if SCALING == "column":
-                    column = k + tl.arange(0, PLANE)
-                    s0 = _column_scales(factors, row, column, p, FACTOR_DTYPE)
-                    s1 = _column_scales(factors, row, column + PLANE, p, FACTOR_DTYPE)
-                    s2 = _column_scales(factors, row, column + 2 * PLANE, p, FACTOR_DTYPE)
-                    s3 = _column_scales(factors, row, column + 3 * PLANE, p, FACTOR_DTYPE)
-                else:
-                    s0 = _group_factors(factors, row, k, p, FACTOR_DTYPE)[0][:, None]
-                    s1, s2, s3 = s0, s0, s0
-                    if SHARED <= 2:
-                        s2 = _group_factors(factors, row, k + 2 * PLANE, p, FACTOR_DTYPE)[0][:, None]
-                        s3 = s2
-                    if SHARED == 1:
-                        s1 = _group_factors(factors, row, k + PLANE, p, FACTOR_DTYPE)[0][:, None]
-                        s3 = _group_factors(factors, row, k + 3 * PLANE, p, FACTOR_DTYPE)[0][:, None]
-                w0 = scale_codes(w0, s0.to(dtype), OFFSET, ASM)
-                w1 = scale_codes(w1, s1.to(dtype), OFFSET, ASM)
-                w2 = scale_codes(w2, s2.to(dtype), OFFSET, ASM)
-                w3 = scale_codes(w3, s3.to(dtype), OFFSET, ASM)
-                acc = tl.dot(_four_side_by_side(w0, w1, w2, w3), xs, acc, input_precision=precision)
-    left: tl.constexpr = OFFSET if SCALING == "sum" else 0
-    if EARLY:
-        acc = _subtract_zero_term(acc, word0, total0, FACTOR_DTYPE, left, ASM)
-    if EARLY and SUMS > _SUM_CHUNK:
-        acc = _subtract_zero_term(acc, word1, total1, FACTOR_DTYPE, left, ASM)
-    for start in tl.static_range(2 * _SUM_CHUNK if EARLY else 0, SUMS, _SUM_CHUNK):
-        word, total = _load_zero_term(factors, row, sums, token_ok, start, p)
-        acc = _subtract_zero_term(acc, word, total, FACTOR_DTYPE, left, ASM)
+                s0 = _group_factors(factors, row, k, p, FACTOR_DTYPE)[0][:, None]
+                s1, s2, s3 = s0, s0, s0
+                if SHARED <= 2:
+                    s2 = _group_factors(factors, row, k + 2 * PLANE, p, FACTOR_DTYPE)[0][:, None]
+                    s3 = s2
+                if SHARED == 1:
+                    s1 = _group_factors(factors, row, k + PLANE, p, FACTOR_DTYPE)[0][:, None]
+                    s3 = _group_factors(factors, row, k + 3 * PLANE, p, FACTOR_DTYPE)[0][:, None]
+            w0 = scale_codes(w0, (s0 * SCALE_UP).to(dtype), FORM[0], ASM)
+            w1 = scale_codes(w1, (s1 * SCALE_UP).to(dtype), FORM[0], ASM)
+            w2 = scale_codes(w2, (s2 * SCALE_UP).to(dtype), FORM[0], ASM)
+            w3 = scale_codes(w3, (s3 * SCALE_UP).to(dtype), FORM[0], ASM)
+            acc = tl.dot(_four_side_by_side(w0, w1, w2, w3), xs, acc, input_precision=precision)
     return acc
+
+
+@triton.jit
+def _finish(
+    acc,
+    factors,
+    row,
+    sums,
+    token_ok,
+    p: tl.constexpr,
+    FORM: tl.constexpr,
+    FACTOR_DTYPE: tl.constexpr,
+    SCALING: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """W x^T in FP32 [rows, tokens] from the accumulated product of the codes."""
+    SUMS: tl.constexpr = (p[0] + p[4] - 1) // p[4]
+    if SCALING == "sum" and FORM[1] != FORM[2]:
+        acc *= 2.0 ** (FORM[1] - FORM[2])
+    OFFSET: tl.constexpr = FORM[0] if SCALING == "sum" else 0
+    for start in tl.static_range(0, SUMS, _SUM_CHUNK):
+        word, total = _load_zero_term(factors, row, sums, token_ok, start, p)
+        acc = _subtract_zero_term(acc, word, total, FACTOR_DTYPE, OFFSET, ASM)
+    return acc
+
+
+@triton.jit
+def _finish_gate_up(
+    acc,
+    factors,
+    bias,
+    row,
+    sums,
+    token_ok,
+    row_tile,
+    place,
+    slot,
+    topk_weights,
+    out,
+    out_sums,
+    alpha,
+    limit,
+    SHAPE: tl.constexpr,
+    FORM: tl.constexpr,
+    FACTOR_DTYPE: tl.constexpr,
+    SCALING: tl.constexpr,
+    ASM: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    OUT_SUM_WIDTH: tl.constexpr,
+    OUT_SUMS: tl.constexpr,
+    OUT_EXPONENT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    WEIGHT_ON_INPUT: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """Activate a row tile and store it at the tokens' places, with its sums over runs of columns."""
+    acc = _finish(acc, factors, row, sums, token_ok, SHAPE, FORM, FACTOR_DTYPE, SCALING, ASM)
+    if WEIGHT_ON_INPUT:
+        acc *= tl.load(topk_weights + slot, mask=token_ok, other=0.0).to(tl.float32)[None, :]
+    if bias is not None:
+        acc += tl.load(bias + row, mask=row < SHAPE[1], other=0.0).to(tl.float32)[:, None]
+    COLUMNS: tl.constexpr = BLOCK_ROWS // 2 if GATED else BLOCK_ROWS
+    if GATED:
+        pair = acc.reshape(BLOCK_ROWS // 16, 2, 8, BLOCK_TOKENS).permute(0, 2, 3, 1)
+        gate, up = tl.split(pair)
+        value = gated(gate, up, alpha, limit, ACTIVATION).reshape(COLUMNS, BLOCK_TOKENS)
+    else:
+        value = pointwise(acc, ACTIVATION)
+    # The sums are of what the second GEMM reads: the rounded values.
+    value = value.to(out.dtype.element_ty).to(tl.float32)
+    column = row_tile * COLUMNS + tl.arange(0, COLUMNS)
+    scaled = scale_activations(value, column[:, None], OUT_EXPONENT[0], OUT_EXPONENT[1], OUT_EXPONENT[2])
+    tl.store(
+        out + place[None, :] * OUT_STRIDE + column[:, None],
+        scaled.to(out.dtype.element_ty),
+        mask=token_ok[None, :] & (column < OUT_STRIDE)[:, None],
+    )
+    RUNS: tl.constexpr = COLUMNS // OUT_SUM_WIDTH
+    run = row_tile * RUNS + tl.arange(0, RUNS)
+    tl.store(
+        out_sums + place[None, :] * OUT_SUMS + run[:, None],
+        tl.sum(value.reshape(RUNS, OUT_SUM_WIDTH, BLOCK_TOKENS), 1),
+        mask=token_ok[None, :] & (run < OUT_SUMS)[:, None],
+    )
+
+
+@triton.jit
+def _finish_down(
+    acc,
+    factors,
+    bias,
+    row,
+    sums,
+    token_ok,
+    slot,
+    out,
+    SHAPE: tl.constexpr,
+    FORM: tl.constexpr,
+    FACTOR_DTYPE: tl.constexpr,
+    SCALING: tl.constexpr,
+    ASM: tl.constexpr,
+    OUT_COLUMNS: tl.constexpr,
+):
+    """Store a row tile by slot."""
+    acc = _finish(acc, factors, row, sums, token_ok, SHAPE, FORM, FACTOR_DTYPE, SCALING, ASM)
+    if bias is not None:
+        acc += tl.load(bias + row, mask=row < SHAPE[1], other=0.0).to(tl.float32)[:, None]
+    tl.store(
+        out + slot[None, :] * OUT_COLUMNS + row[:, None],
+        acc.to(out.dtype.element_ty),
+        mask=token_ok[None, :] & (row < OUT_COLUMNS)[:, None],
+    )
+
+
+@triton.jit
+def _load_block(blocks, block):
+    """(expert, first place, slots) of a block."""
+    expert = tl.load(blocks + block * 4).to(tl.int64)
+    first = tl.load(blocks + block * 4 + 1).to(tl.int64)
+    return expert, first, tl.load(blocks + block * 4 + 2)
 
 
 @triton.jit(do_not_specialize_on_alignment=["topk_weights"])
@@ -250,90 +354,75 @@ def gate_up_kernel(
     OUT_STRIDE: tl.constexpr,
     OUT_SUM_WIDTH: tl.constexpr,
     OUT_SUMS: tl.constexpr,
+    OUT_EXPONENT: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr,
     SCALING: tl.constexpr,
-    OFFSET: tl.constexpr,
+    FORM: tl.constexpr,
     ASM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
+    ROW_TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """activation(w13 x + bias) of every slot, in sorted order: out [S, OUT_STRIDE], and its sums over runs of columns.
 
-    SHAPE is (K, rows, group size, plane width, columns of one sum).
+    A program computes ROW_TILES tiles of BLOCK_ROWS rows one after another, in one loop: the loads of the next tile are
+    under way while a tile is finished. SHAPE is (K, rows, group size, plane width, columns of one sum); FORM (offset,
+    unit, activation exponent, scale exponent) of dequant.CodeForm; OUT_EXPONENT (exponent, its step, plane width) is
+    the power of two that the second GEMM wants its activations times.
     """
     K: tl.constexpr = SHAPE[0]
     ROWS: tl.constexpr = SHAPE[1]
-    GROUP: tl.constexpr = SHAPE[2]
-    PLANE: tl.constexpr = SHAPE[3]
-    SUM_WIDTH: tl.constexpr = SHAPE[4]
-    ROW_TILES: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
-    K_PADDED: tl.constexpr = (K + 4 * PLANE - 1) // (4 * PLANE) * (4 * PLANE)
+    TILES: tl.constexpr = (K + 4 * SHAPE[3] - 1) // (4 * SHAPE[3])
+    STEPS: tl.constexpr = (TILES + UNROLL - 1) // UNROLL
+    ALL_ROW_TILES: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
+    PROGRAMS: tl.constexpr = (ALL_ROW_TILES + ROW_TILES - 1) // ROW_TILES
     wait_for_previous(PDL)
     pid = tl.program_id(0)
-    block = pid // ROW_TILES
-    count = tl.load(blocks + block * 4 + 2)
-    expert = tl.load(blocks + block * 4).to(tl.int64)
-    first = tl.load(blocks + block * 4 + 1).to(tl.int64)
+    expert, first, count = _load_block(blocks, pid // PROGRAMS)
     if count == 0:
         return
     t = tl.arange(0, BLOCK_TOKENS)
     token_ok = t < count
     slot = tl.load(sorted_slots + first + t, mask=token_ok, other=0).to(tl.int64)
     token = slot // TOP_K
-    row_tile = pid % ROW_TILES
-    row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    groups: tl.constexpr = (K + GROUP - 1) // GROUP
-    factors += expert * (groups * ROWS)
-    words += expert * (K_PADDED // 4 * ROWS)
-    sums = group_sums + token * ((K + SUM_WIDTH - 1) // SUM_WIDTH)
-    xs = x + token * x_stride
-    acc = _weight_times_x(
-        words,
-        factors,
-        row,
-        xs,
-        sums,
-        token_ok,
-        SHAPE,
-        FACTOR_DTYPE,
-        SCALING,
-        OFFSET,
-        ASM,
-        BLOCK_ROWS,
-        BLOCK_TOKENS,
-        STAGES,
-    )
-    if WEIGHT_ON_INPUT:
-        acc *= tl.load(topk_weights + slot, mask=token_ok, other=0.0).to(tl.float32)[None, :]
+    factors += expert * ((K + SHAPE[2] - 1) // SHAPE[2] * ROWS)
+    words += expert * (TILES * SHAPE[3] * ROWS)
     if bias is not None:
-        acc += tl.load(bias + expert * ROWS + row, mask=row < ROWS, other=0.0).to(tl.float32)[:, None]
-    COLUMNS: tl.constexpr = BLOCK_ROWS // 2 if GATED else BLOCK_ROWS
-    if GATED:
-        pair = acc.reshape(BLOCK_ROWS // 16, 2, 8, BLOCK_TOKENS).permute(0, 2, 3, 1)
-        gate, up = tl.split(pair)
-        value = gated(gate, up, alpha, limit, ACTIVATION).reshape(COLUMNS, BLOCK_TOKENS)
-    else:
-        value = pointwise(acc, ACTIVATION)
-    value = value.to(out.dtype.element_ty)
-    column = row_tile * COLUMNS + tl.arange(0, COLUMNS)
-    place = first + t
-    tl.store(
-        out + place[None, :] * OUT_STRIDE + column[:, None],
-        value,
-        mask=token_ok[None, :] & (column < OUT_STRIDE)[:, None],
-    )
-    RUNS: tl.constexpr = COLUMNS // OUT_SUM_WIDTH
-    total = tl.sum(value.to(tl.float32).reshape(RUNS, OUT_SUM_WIDTH, BLOCK_TOKENS), 1)
-    run = row_tile * RUNS + tl.arange(0, RUNS)
-    tl.store(
-        out_sums + place[None, :] * OUT_SUMS + run[:, None],
-        total,
-        mask=token_ok[None, :] & (run < OUT_SUMS)[:, None],
-    )
+        bias += expert * ROWS
+    sums = group_sums + token * ((K + SHAPE[4] - 1) // SHAPE[4])
+    xs = x + token * x_stride
+    row_tile = pid % PROGRAMS * ROW_TILES
+    row_tiles = tl.minimum(ALL_ROW_TILES - row_tile, ROW_TILES)
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
+    for i in tl.range(0, row_tiles * STEPS, num_stages=STAGES):
+        at = row_tile + i // STEPS
+        step = i % STEPS
+        row = at * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        for u in tl.static_range(UNROLL):
+            acc = _add_tile(
+                acc, words, factors, row, xs, token_ok, step * UNROLL + u, SHAPE, FORM, FACTOR_DTYPE, SCALING, ASM,
+                BLOCK_ROWS, TILES % UNROLL == 0,
+            )  # fmt: skip
+        # With one row tile a program, finishing it after the loop leaves the loop's shared memory to it.
+        if ROW_TILES > 1 and step == STEPS - 1:
+            _finish_gate_up(
+                acc, factors, bias, row, sums, token_ok, at, first + t, slot, topk_weights, out, out_sums, alpha, limit,
+                SHAPE, FORM, FACTOR_DTYPE, SCALING, ASM, OUT_STRIDE, OUT_SUM_WIDTH, OUT_SUMS, OUT_EXPONENT, ACTIVATION,
+                GATED, WEIGHT_ON_INPUT, BLOCK_TOKENS, BLOCK_ROWS,
+            )  # fmt: skip
+            acc = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
+    if ROW_TILES == 1:
+        row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        _finish_gate_up(
+            acc, factors, bias, row, sums, token_ok, row_tile, first + t, slot, topk_weights, out, out_sums, alpha,
+            limit, SHAPE, FORM, FACTOR_DTYPE, SCALING, ASM, OUT_STRIDE, OUT_SUM_WIDTH, OUT_SUMS, OUT_EXPONENT,
+            ACTIVATION, GATED, WEIGHT_ON_INPUT, BLOCK_TOKENS, BLOCK_ROWS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -353,68 +442,66 @@ def down_kernel(
     X_SUMS: tl.constexpr,
     OUT_COLUMNS: tl.constexpr,
     SCALING: tl.constexpr,
-    OFFSET: tl.constexpr,
+    FORM: tl.constexpr,
     ASM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
+    ROW_TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """w2 x + bias of every slot: x [S, X_STRIDE] in sorted order, out [S, OUT_COLUMNS] by slot."""
+    """w2 x + bias of every slot: x [S, X_STRIDE] in sorted order, out [S, OUT_COLUMNS] by slot. See gate_up_kernel."""
     K: tl.constexpr = SHAPE[0]
     ROWS: tl.constexpr = SHAPE[1]
-    GROUP: tl.constexpr = SHAPE[2]
     PLANE: tl.constexpr = SHAPE[3]
-    ROW_TILES: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
-    K_PADDED: tl.constexpr = (K + 4 * PLANE - 1) // (4 * PLANE) * (4 * PLANE)
+    TILES: tl.constexpr = (K + 4 * PLANE - 1) // (4 * PLANE)
+    STEPS: tl.constexpr = (TILES + UNROLL - 1) // UNROLL
+    ALL_ROW_TILES: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
+    PROGRAMS: tl.constexpr = (ALL_ROW_TILES + ROW_TILES - 1) // ROW_TILES
     pid = tl.program_id(0)
-    block = pid // ROW_TILES
+    row_tile = pid % PROGRAMS * ROW_TILES
     if PDL and pid < _EARLY_PROGRAMS:
         # While the first GEMM drains, memory idles: start on this program's weights. Only a hint rests on the block
         # table's being there already; it is read again after the wait.
-        early = tl.load(blocks + block * 4, cache_modifier=".cg")
+        early = tl.load(blocks + pid // PROGRAMS * 4, cache_modifier=".cg")
         early = tl.minimum(tl.maximum(early, 0), num_experts - 1).to(tl.int64)
         prefetch_tiles(
-            words + early * (K_PADDED // 4 * ROWS) + pid % ROW_TILES * (BLOCK_ROWS * PLANE),
+            words + early * (TILES * PLANE * ROWS) + row_tile * (BLOCK_ROWS * PLANE),
             ROWS * PLANE,
-            tl.minimum(BLOCK_ROWS, ROWS - pid % ROW_TILES * BLOCK_ROWS) * PLANE * 2,
-            K_PADDED // (4 * PLANE),
+            tl.minimum(BLOCK_ROWS, ROWS - row_tile * BLOCK_ROWS) * PLANE * 2,
+            TILES,
         )
     wait_for_previous(PDL)
-    count = tl.load(blocks + block * 4 + 2)
-    expert = tl.load(blocks + block * 4).to(tl.int64)
-    first = tl.load(blocks + block * 4 + 1).to(tl.int64)
+    expert, first, count = _load_block(blocks, pid // PROGRAMS)
     if count == 0:
         return
     t = tl.arange(0, BLOCK_TOKENS)
     token_ok = t < count
     slot = tl.load(sorted_slots + first + t, mask=token_ok, other=0).to(tl.int64)
-    row = pid % ROW_TILES * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    groups: tl.constexpr = (K + GROUP - 1) // GROUP
-    factors += expert * (groups * ROWS)
-    words += expert * (K_PADDED // 4 * ROWS)
+    factors += expert * ((K + SHAPE[2] - 1) // SHAPE[2] * ROWS)
+    words += expert * (TILES * PLANE * ROWS)
+    if bias is not None:
+        bias += expert * ROWS
     sums = group_sums + (first + t) * X_SUMS
     xs = x + (first + t) * X_STRIDE
-    acc = _weight_times_x(
-        words,
-        factors,
-        row,
-        xs,
-        sums,
-        token_ok,
-        SHAPE,
-        FACTOR_DTYPE,
-        SCALING,
-        OFFSET,
-        ASM,
-        BLOCK_ROWS,
-        BLOCK_TOKENS,
-        STAGES,
-    )
-    if bias is not None:
-        acc += tl.load(bias + expert * ROWS + row, mask=row < ROWS, other=0.0).to(tl.float32)[:, None]
-    tl.store(
-        out + slot[None, :] * OUT_COLUMNS + row[:, None],
-        acc.to(out.dtype.element_ty),
-        mask=token_ok[None, :] & (row < OUT_COLUMNS)[:, None],
-    )
+    row_tiles = tl.minimum(ALL_ROW_TILES - row_tile, ROW_TILES)
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
+    for i in tl.range(0, row_tiles * STEPS, num_stages=STAGES):
+        step = i % STEPS
+        row = (row_tile + i // STEPS) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        for u in tl.static_range(UNROLL):
+            acc = _add_tile(
+                acc, words, factors, row, xs, token_ok, step * UNROLL + u, SHAPE, FORM, FACTOR_DTYPE, SCALING, ASM,
+                BLOCK_ROWS, TILES % UNROLL == 0,
+            )  # fmt: skip
+        if ROW_TILES > 1 and step == STEPS - 1:
+            _finish_down(
+                acc, factors, bias, row, sums, token_ok, slot, out, SHAPE, FORM, FACTOR_DTYPE, SCALING, ASM, OUT_COLUMNS
+            )  # fmt: skip
+            acc = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
+    if ROW_TILES == 1:
+        row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        _finish_down(
+            acc, factors, bias, row, sums, token_ok, slot, out, SHAPE, FORM, FACTOR_DTYPE, SCALING, ASM, OUT_COLUMNS
+        )  # fmt: skip
