@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ext.ha_npu.graph import Graph, Node, apply_node, with_nodes
+from vllm_ext.ha_npu.graph import Graph, Node, Tensor, apply_node, with_nodes
 from vllm_ext.ha_npu.operators import OPERATORS, build_graph, random_inputs
 from vllm_ext.ha_npu.rewrite import RULES, gemm_first
 
@@ -100,6 +100,24 @@ def test_a_rewrite_that_does_not_fit_leaves_the_graph_alone() -> None:
     rewritten, applied = gemm_first(graph)
     assert applied == ()
     assert set(rewritten.nodes) == set(graph.nodes)
+
+
+def test_products_with_different_factors_are_not_drawn_together() -> None:
+    """T X - R Y has no common factor; neither does a difference of which one product is read elsewhere too."""
+    names = ("t", "r", "x", "y")
+    tensors = {name: Tensor(name, 16, 16, role="input") for name in names}
+    nodes = {
+        "tx": Node("tx", "matmul", ("t", "x"), 1),
+        "ry": Node("ry", "matmul", ("r", "y"), 1),
+        "o": Node("o", "sub", ("tx", "ry"), 1),
+    }
+    tensors |= {"tx": Tensor("tx", 16, 16), "ry": Tensor("ry", 16, 16), "o": Tensor("o", 16, 16, role="output")}
+    assert RULES["factor"](Graph("different", tensors, nodes, 16, 16)) is None
+    nodes["ry"] = Node("ry", "matmul", ("t", "y"), 1)
+    assert RULES["factor"](Graph("common", tensors, nodes, 16, 16)) is not None
+    nodes["p"] = Node("p", "exp", ("tx",), 1)
+    tensors["p"] = Tensor("p", 16, 16, role="output")
+    assert RULES["factor"](Graph("shared", tensors, nodes, 16, 16)) is None
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))

@@ -68,14 +68,17 @@ def test_never_worse_than_whole_heads(op: str, heads: int, cores: int, chunks: l
     heads=st.integers(1, 30),
     cores=st.integers(1, 16),
     shares=st.lists(st.integers(1, 100), min_size=7, max_size=7),
+    moved=st.lists(st.integers(1, 9), min_size=4, max_size=4),
     chunks=st.lists(st.integers(1, 9), min_size=1, max_size=3),
 )
 def test_never_worse_than_whole_heads_whatever_a_chunk_costs(
-    heads: int, cores: int, shares: list[int], chunks: list[int]
+    heads: int, cores: int, shares: list[int], moved: list[int], chunks: list[int]
 ) -> None:
     """The promise does not lean on the model of a chunk's work: any costs will do."""
     whole, two, four, first, strip, last, strips = shares
-    work = ChunkWork(whole, {2: two, 4: four}, first, strip, last, 1 + strips % 8, 1, {2: 2, 4: 3}, 5)
+    work = ChunkWork(
+        whole, {2: two, 4: four}, first, strip, last, 1 + strips % 8, moved[0], {2: moved[1], 4: moved[2]}, moved[3]
+    )
     mapping = map_heads(heads, cores, chunks, work)
     assert mapping.makespan <= mapping.head_only_makespan + 1e-6
     check(mapping, heads, chunks, work)

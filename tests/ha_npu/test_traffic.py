@@ -17,7 +17,7 @@ from vllm_ext.ha_npu.dataflow import (
     kernel_graph,
     kernel_traffic,
 )
-from vllm_ext.ha_npu.graph import Graph, replace_tensors
+from vllm_ext.ha_npu.graph import Graph, Node, Tensor, replace_tensors
 from vllm_ext.ha_npu.operators import build_graph, random_inputs
 from vllm_ext.ha_npu.plan import make_plan
 from vllm_ext.ha_npu.products import (
@@ -109,6 +109,19 @@ def test_operands_kept_in_l0_are_counted_once(op: str, capacity: int) -> None:
     assert (counts.products, counts.fractals) == naive_fractals(graph, order, capacity, (40, 61))
     assert counts.l0a_peak <= capacity
     assert counts.l0b_peak <= capacity
+
+
+def test_the_longest_unused_operand_gives_way() -> None:
+    """x is used again before z comes, so that y has to go: x, y and z come in once, and x as right operand."""
+    tensors = {name: Tensor(name, 64, 128, role="input") for name in ("x", "y", "z")}
+    nodes: dict[str, Node] = {}
+    for index, left in enumerate(("x", "y", "x", "z", "x")):
+        name = f"p{index}"
+        nodes[name] = Node(name, "matmul", (left, "x"), 1, transpose=(False, True))
+        tensors[name] = Tensor(name, 64, 64, role="output")
+    graph = Graph("operands", tensors, nodes, 64, 128)
+    counts = count_products(graph, tuple(nodes), ProductPolicy(keep=True, capacity=32 * KIB))
+    assert counts.fractals == 32 * (3 + 1)
 
 
 def test_an_operand_larger_than_its_room_passes_through_it() -> None:

@@ -169,7 +169,7 @@ class Proof:
 def order_below(program: Program, bound: int, *, max_states: int = 2_000_000) -> Proof:
     """Search all orders for one whose peak of UB stays below `bound` bytes. Exhaustive unless `complete` is false.
 
-    A ready step that needs nothing extra and leaves no more than before is taken at once: delaying it never helps.
+    A ready step that fits now and leaves no more in use than before is taken at once: delaying it never helps.
     """
     masks = _Masks.of(program)
     limit = program.chip.buffers["l0c"].usable
@@ -190,7 +190,7 @@ def order_below(program: Program, bound: int, *, max_states: int = 2_000_000) ->
             during, change, l0c = masks.run(index, done)
             if live + during >= bound or (limit and accumulator + l0c > limit):
                 continue
-            if change <= 0 and during <= 0 and l0c <= 0:
+            if change <= 0 and l0c <= 0:
                 options = [(change, index, change, l0c)]
                 break
             options.append((change, index, change, l0c))
