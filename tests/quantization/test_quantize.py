@@ -133,6 +133,17 @@ def test_constant_and_zero_groups_are_exact(method, zero_point, symmetric, dtype
 
 
 @pytest.mark.parametrize(("zero_point", "symmetric"), KINDS)
+@pytest.mark.parametrize("method", ["minmax", "hqq"])
+def test_constant_groups_no_stored_number_equals_stay_near(method, zero_point, symmetric):
+    """0.1 in FP32 is between two BF16 numbers: once a scale of 1e-38 and a zero point of 1e37."""
+    weight = torch.tensor([[0.1], [-0.2], [1e-39], [3.4e38]]).expand(-1, 64).contiguous()
+    got = quantize_weight(weight, 64, symmetric=symmetric, zero_point=zero_point, method=method)
+    assert (error(got, weight).abs() <= weight.abs().double() * 2**-8 + 2e-38).all()
+    assert symmetric or got.zero_point.float().abs().max() <= 15
+    assert torch.isfinite(got.scale).all()
+
+
+@pytest.mark.parametrize(("zero_point", "symmetric"), KINDS)
 def test_zero_points_reach_both_ends(zero_point, symmetric):
     """All-positive and all-negative groups put the zero at code 0 and code 15."""
     ramp = torch.linspace(0, 1, 32)

@@ -13,6 +13,7 @@ from vllm_ext.quantization.weight import LEVELS, SYMMETRIC_ZERO
 
 TOP = LEVELS - 1
 REFINEMENTS = 2
+ROUNDING = 2e-6
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ def round_scale(scale: torch.Tensor, store: torch.dtype) -> torch.Tensor:
     """FP32 scales rounded to `store`, kept positive: FP16's denormals round up (nearest would clip up to half a
     group's range there), BF16's are replaced by the smallest normal number, which kernels do not flush."""
     if store == torch.bfloat16:
-        return scale.clamp(min=torch.finfo(store).tiny).to(store).float()
+        return scale.clamp(torch.finfo(store).tiny, torch.finfo(store).max).to(store).float()
     step = torch.finfo(store).smallest_normal * torch.finfo(store).eps
     denormal = torch.ceil(scale / step).clamp(min=1) * step
     nearest = scale.clamp(max=torch.finfo(store).max).to(store).float()
@@ -59,15 +60,14 @@ def minmax_grid(low: torch.Tensor, high: torch.Tensor, kind: str | None, store: 
 
 
 def constant_grid(low: torch.Tensor, high: torch.Tensor, grid: Grid, kind: str | None, store: torch.dtype) -> Grid:
-    """`grid` with the groups of a single value made exact: scale |value|, codes one above or one below the zero."""
+    """`grid` with the groups of a single value as exact as one stored number is: the scale is that value, and codes
+    are one above or below the zero. Their range of zero would make a scale of nothing and a zero point without end."""
     constant = low == high
-    value = low.abs()
-    exact = constant & (value.to(store).float() == value) & (value > 0)
-    scale = torch.where(exact, value, grid.scale)
-    scale = torch.where(constant & (value == 0), torch.full_like(scale, torch.finfo(store).tiny), scale)
+    value = torch.where(low == 0, torch.full_like(low, torch.finfo(store).tiny), low.abs())
+    scale = torch.where(constant, round_scale(value, store), grid.scale)
     if kind is None:
         return Grid(scale, grid.zero)
-    return Grid(scale, torch.where(exact, (low < 0).float(), grid.zero))
+    return Grid(scale, torch.where(constant, (low < 0).float(), grid.zero))
 
 
 def steps(groups: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -82,62 +82,52 @@ def round_codes(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over each group of codes q and of the weights t in units of a reference grid: enough for any refit."""
+    """Sums over each group of the weights t, in units of a reference grid, and of their codes q; all FP32 [R, G]."""
 
     count: int
     t: torch.Tensor
+    tt: torch.Tensor
     q: torch.Tensor
     qq: torch.Tensor
     tq: torch.Tensor
 
-    def excess(self, slope: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-        """Sum of (t - slope * q - shift)^2 less the sum of t^2, which is common to all candidates."""
+    @classmethod
+    def of(cls, t: torch.Tensor, t_sum: torch.Tensor, t_square: torch.Tensor, codes: torch.Tensor) -> Moments:
+        """The moments of `codes` uint8 [R, G, g] and `t` FP32 [R, G, g]; `t_sum` and `t_square` are t's own."""
+        # 15 * 15 fits in uint8, so the squares are summed without a wider copy.
+        squares = (codes * codes).sum(-1, dtype=torch.float32)
+        return cls(t.shape[-1], t_sum, t_square, codes.sum(-1, dtype=torch.float32), squares, (t * codes).sum(-1))
+
+    def excess(self, reference: Grid, grid: Grid) -> torch.Tensor:
+        """Squared error of `grid`, in units of the reference, less the sum of t^2, which all candidates share."""
+        slope = grid.scale / reference.scale
+        shift = reference.zero - slope * grid.zero
         square = slope * slope * self.qq + self.count * shift * shift + 2 * slope * shift * self.q
         return square - 2 * slope * self.tq - 2 * shift * self.t
 
 
-def moments(t: torch.Tensor, t_sum: torch.Tensor, codes: torch.Tensor) -> Moments:
-    """The moments of `codes` uint8 [R, G, g] and `t` FP32 [R, G, g]; `t_sum` is t's own sum."""
-    # 15 * 15 fits in uint8, so the squares are summed without a wider copy.
-    squares = (codes * codes).sum(-1, dtype=torch.float32)
-    return Moments(t.shape[-1], t_sum, codes.sum(-1, dtype=torch.float32), squares, (t * codes).sum(-1))
+def refit(m: Moments, reference: Grid, zero: torch.Tensor, kind: str | None, store: torch.dtype) -> Grid:
+    """The grid that keeps a group's mean and its gain, for given codes: sum w * value = sum w * w about the zero.
 
-
-def refit(m: Moments, reference: Grid, current: Grid, kind: str | None, store: torch.dtype) -> Grid:
-    """The least-squares grid for given codes, or `current` for the groups where rounding to 16 bits made it worse.
-
-    With a float zero point this is a regression with an intercept, so each group's mean is kept up to the rounding
-    of the zero point; with an integer one the nearest integer to the intercept is taken.
+    The error is then uncorrelated with the weights, as rounding's is. Least squares makes it uncorrelated with the
+    codes' values instead: each group shrinks by its relative squared error, all of them in the same direction, which
+    costs more loss than its lower error saves. With a float zero point both sums are taken about the means; otherwise
+    about `zero`, which stays.
     """
-
-    def candidate(zero: torch.Tensor) -> Grid:
-        """Best scale for this zero: sum (t - reference.zero) (q - zero) / sum (q - zero)^2, in reference units."""
+    if kind == "float":
+        same, cross = m.tt - m.t * m.t / m.count, m.tq - m.t * m.q / m.count
+    else:
+        same = m.tt - 2 * reference.zero * m.t + m.count * reference.zero**2
         cross = m.tq - zero * m.t - reference.zero * (m.q - m.count * zero)
-        norm = m.qq - 2 * zero * m.q + m.count * zero * zero
-        return Grid(round_scale(torch.where(norm > 0, cross / norm, 1.0).clamp(min=0.1) * reference.scale, store), zero)
-
-    candidates = [candidate(current.zero)] if kind != "float" else []
-    if kind is not None:
-        spread = m.count * m.qq - m.q * m.q
-        slope = torch.where(spread > 0, (m.count * m.tq - m.t * m.q) / spread, 1.0).clamp(min=0.1)
-        scale = round_scale(slope * reference.scale, store)
-        ratio = scale / reference.scale
-        zero = round_zero((m.q - (m.t - m.count * reference.zero) / ratio) / m.count, kind, store)
-        candidates.append(Grid(scale, zero) if kind == "float" else candidate(zero))
-
-    best = current
-    least = _excess(m, reference, current)
-    for grid in candidates:
-        excess = _excess(m, reference, grid)
-        better = excess < least
-        least = torch.where(better, excess, least)
-        best = Grid(torch.where(better, grid.scale, best.scale), torch.where(better, grid.zero, best.zero))
-    return best
+    slope = torch.where((cross > 0) & (same > 0), same / cross, 1.0)
+    grid = Grid(round_scale(slope * reference.scale, store), zero)
+    return recentre(m, reference, grid, store) if kind == "float" else grid
 
 
-def _excess(m: Moments, reference: Grid, grid: Grid) -> torch.Tensor:
-    ratio = grid.scale / reference.scale
-    return m.excess(ratio, reference.zero - ratio * grid.zero)
+def recentre(m: Moments, reference: Grid, grid: Grid, store: torch.dtype) -> Grid:
+    """`grid` with the float zero point that keeps each group's mean, which is also the one of least squared error."""
+    mean = (m.t - m.count * reference.zero) * (reference.scale / grid.scale)
+    return Grid(grid.scale, round_zero((m.q - mean) / m.count, "float", store))
 
 
 def fit(
@@ -145,20 +135,27 @@ def fit(
 ) -> tuple[torch.Tensor, Grid]:
     """Codes uint8 [R, G, g] and the grid of `groups`, whose least and greatest values are `low` and `high`.
 
-    "hqq" alternates, as half-quadratic quantisation does, between codes for a grid and a grid for codes, here by
-    least squares. No step raises a group's squared error, so the result is never worse than "minmax".
+    "hqq" alternates, as half-quadratic quantisation does, between codes for a grid and a grid for codes (`refit`).
+    Groups whose squared error that does not lower keep their "minmax" codes and scale, so it is never above it.
     """
-    grid = constant_grid(low, high, minmax_grid(low, high, kind, store), kind, store)
-    if method == "minmax":
-        return round_codes(steps(groups, grid)), grid
-    reference = grid
-    t = steps(groups, reference)
-    t_sum = t.sum(-1)
+    plain = constant_grid(low, high, minmax_grid(low, high, kind, store), kind, store)
+    t = steps(groups, plain)
     codes = round_codes(t)
+    if method == "minmax":
+        return codes, plain
+    t_sum = t.sum(-1)
+    t_square = torch.linalg.vector_norm(t, dim=-1).square()
+    first = last = Moments.of(t, t_sum, t_square, codes)
+    grid, found = plain, codes
     for step in range(REFINEMENTS):
-        grid = refit(moments(t, t_sum, codes), reference, grid, kind, store)
-        if step + 1 < REFINEMENTS:
-            ratio = reference.scale / grid.scale
-            shift = grid.zero - reference.zero * ratio
-            codes = round_codes(torch.addcmul(shift[..., None], t, ratio[..., None]))
-    return codes, grid
+        if step:
+            ratio = plain.scale / grid.scale
+            shift = grid.zero - plain.zero * ratio
+            found = round_codes(torch.addcmul(shift[..., None], t, ratio[..., None]))
+            last = Moments.of(t, t_sum, t_square, found)
+        grid = refit(last, plain, grid.zero, kind, store)
+    # The sums are FP32 and cancel: a gain within their rounding is none.
+    better = last.excess(plain, grid) < first.excess(plain, plain) - ROUNDING * t_square
+    codes = torch.where(better[..., None], found, codes)
+    kept = recentre(first, plain, plain, store).zero if kind == "float" else plain.zero
+    return codes, Grid(torch.where(better, grid.scale, plain.scale), torch.where(better, grid.zero, kept))
