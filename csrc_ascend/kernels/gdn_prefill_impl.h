@@ -473,6 +473,8 @@ __aicore__ inline void GdnPrefill::QueryKey() {
 __aicore__ inline void GdnPrefill::Solve() {
     InverseBuffers b;
     b.multipliers = y_;
+    b.row_blocks = 1;
+    b.column_blocks = kChunkTiles * kTile;
     b.diagonal = a_;
     b.staging = Half(a_[kChunk * kTile]);
     b.negative = negative_a_;

@@ -9,7 +9,9 @@
 namespace vllm_ext {
 
 struct InverseBuffers {
-    FloatTile multipliers;   // UB [16, 4, 16, 8]: -A of the diagonal tiles, column j, tile i, row r, spread
+    FloatTile multipliers;   // UB: -A of the diagonal tiles, spread; element (row, column) of tile i in block
+                             // row * row_blocks + column * column_blocks + 16 i
+    int32_t row_blocks, column_blocks;
     FloatTile diagonal;      // UB [64, 16]: the inverses of the diagonal tiles, stacked
     HalfTile staging;        // UB [64, 16] and more
     HalfTile negative;       // L1 NZ [64, 64]: -A
@@ -21,15 +23,15 @@ struct InverseBuffers {
 
 // For columns j = 0..14: rows below j of every diagonal tile lose A_rj times row j. Row j is finished by then.
 __aicore__ inline void SubstituteDiagonal(const InverseBuffers& b) {
-    constexpr int32_t tile_blocks = kTile * 2, column_blocks = kTile;
+    constexpr int32_t tile_blocks = kTile * 2;
     for (int32_t j = 0; j + 1 < kTile; ++j) {
         HA_VECTOR_BARRIER();
         for (int32_t row = j + 1; row < kTile; row += 8) {
             const int32_t rows = kTile - row < 8 ? kTile - row : 8;
             for (int32_t side = 0; side * 8 <= j; ++side) {
-                MulAddDst(b.diagonal[row * kTile + side * 8], b.multipliers[(j * kChunkTiles * kTile + row) * 8],
+                MulAddDst(b.diagonal[row * kTile + side * 8], b.multipliers[(row * b.row_blocks + j * b.column_blocks) * 8],
                           b.diagonal[j * kTile + side * 8], rows * 8, kChunkTiles,
-                          BinaryRepeatParams(2, 1, 0, tile_blocks, column_blocks, tile_blocks));
+                          BinaryRepeatParams(2, b.row_blocks, 0, tile_blocks, kTile, tile_blocks));
             }
         }
     }

@@ -529,6 +529,8 @@ __aicore__ inline void KdaPrefill::LowerOperands() {
 __aicore__ inline void KdaPrefill::Solve() {
     InverseBuffers b;
     b.multipliers = product_;
+    b.row_blocks = 1;
+    b.column_blocks = kChunkTiles * kTile;
     b.diagonal = attention_rest_;
     b.staging = Half(columns_rest_);
     b.negative = negative_a_;

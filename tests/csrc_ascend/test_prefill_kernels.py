@@ -13,11 +13,19 @@ from vllm_ext.benchmarks.ascend_rounded import rounded_reference
 
 import vllm_ext.ops.linear_attention as linear_attention
 from vllm_ext.ha_npu import make_plan
+from vllm_ext.ha_npu.inversion import inversion_counts
 from vllm_ext.ha_npu.operators import build_graph
 from vllm_ext.ha_npu.products import ProductPolicy, cheapest_product_order, count_products
 from vllm_ext.ha_npu.rewrite import gemm_first
 from vllm_ext.ops.linear_attention import reference
-from vllm_ext.ops.linear_attention.ascend_sim.prefill import Task, chunk_head_chunk_launches, make_tasks, run_prefill
+from vllm_ext.ops.linear_attention.ascend_sim.prefill import (
+    Task,
+    chunk_head_chunk_launches,
+    make_tasks,
+    run_prefill,
+    staged_launches,
+)
+from vllm_ext.ops.linear_attention.ascend_sim.session import SimulatorViolation
 from vllm_ext.ops.linear_attention.problem import Call
 
 pytestmark = pytest.mark.usefixtures("prefill_kernels")
@@ -258,6 +266,35 @@ def test_counters_equal_the_plan(op: str) -> None:
     assert counters.macs < plan.macs
     assert counters.cast_overflows == 0
     assert counters.scalar_accesses == 0
+
+
+def test_the_staged_baseline_computes_the_same_and_moves_what_the_planner_says() -> None:
+    """flash-linear-attention's dataflow in six launches: right numbers, global memory to the byte, and products and
+    fractals but for its inversion, which is this project's and not the one the planner assumes."""
+    tokens, heads = 256, 5
+    call = make_call("gdn", tokens=tokens, key_heads=heads, value_heads=heads, seed=47)
+    tasks = [Task(0, tokens, 0, head, 0, 128, 0) for head in range(heads)]
+    result = run_prefill("fla_gdn", call, launches=staged_launches(tasks, 10))
+    o, state = definition("gdn", call)
+    assert nmse(result.o, o) < UNROUNDED_NMSE
+    assert nmse(result.final_state, state) < UNROUNDED_NMSE
+    plan = make_plan("gdn", chip="310p1", num_heads=heads, num_tokens=tokens, strategy="fla")
+    saved = [a - b for a, b in zip(inversion_counts(64), inversion_counts(64, "vector-merge"), strict=True)]
+    chunks = heads * tokens // 64
+    assert result.counters.gm_bytes == plan.traffic.gm_bytes
+    assert result.counters.macs == plan.macs - chunks * saved[0] * 4096
+    assert result.counters.l1_to_l0_bytes == plan.traffic.l1_to_l0_bytes - chunks * saved[1] * 512
+    fused = run_prefill("gdn", call, blocks=[tasks]).counters
+    assert fused.l1_to_l0_bytes < 0.5 * result.counters.l1_to_l0_bytes
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_310p3_gives_the_same_bits_and_a_310b_is_refused(op: str) -> None:
+    """Eight cores instead of ten change nothing; on a 310B L0C is half as large, and its ways are others."""
+    call = make_call(op, tokens=100, value_heads=3, seed=53)
+    assert torch.equal(run_prefill(op, call, chip="310p3").o, run_prefill(op, call).o)
+    with pytest.raises(SimulatorViolation, match=r"\[capacity\] L0C of 310b1"):
+        run_prefill(op, call, chip="310b1")
 
 
 def test_buffer_peaks_are_what_they_were() -> None:

@@ -57,6 +57,7 @@ def make_tasks(bounds: list[int], num_value_heads: int, value_dim: int, cores: i
 
 Blocks = list[list[Task]]
 PHASES = {"whole": 0, "map": 1, "reduce": 2, "output": 3}
+STAGES = ("cumsum", "kkt", "solve", "wu", "h", "o")
 _LOWER_HALVES = 10 * 16 * 16
 
 
@@ -69,6 +70,16 @@ def chunk_head_chunk_launches(heads: list[Task], parts: int, cores: int) -> list
     columns = [part for task in heads for part in _parts(task, parts)]
     outputs = [part for chunk in chunks for part in _parts(chunk, parts)]
     return [("map", _deal(chunks, cores)), ("reduce", _deal(columns, cores)), ("output", _deal(outputs, cores))]
+
+
+def staged_launches(heads: list[Task], cores: int) -> list[tuple[str, Blocks]]:
+    """The six launches of flash-linear-attention's dataflow: chunks, but for the recurrence, which runs by heads."""
+    chunks = [_chunk_of(task, chunk) for task in heads for chunk in range(-(-task.token_count // CHUNK))]
+    halves = {
+        "h": [part for task in heads for part in _parts(task, 2)],
+        "o": [part for chunk in chunks for part in _parts(chunk, 2)],
+    }
+    return [(stage, _deal(halves.get(stage, chunks), cores)) for stage in STAGES]
 
 
 def _chunk_of(task: Task, chunk: int) -> Task:
@@ -109,7 +120,7 @@ def run_prefill(
     mutation: tuple[str, str, int] | None = None,
     watch_places: bool = False,
 ) -> Result:
-    """Run "gdn" or "kda" prefill.
+    """Run "gdn" or "kda" prefill, or "fla_gdn", the staged baseline (V-first states, K = V = 128, not normalised).
 
     `blocks` replaces the tasks of `make_tasks`, `launches` the single launch of them: (phase, blocks) one after
     another, phases as in `PHASES`. The last two arguments are for tests.
@@ -137,7 +148,10 @@ def run_prefill(
     workspace = None
     if any(phase != "whole" for phase, _ in launches):
         units = num_value_heads * gates.shape[1] // CHUNK
-        workspace = torch.empty(units * (2 * _LOWER_HALVES + (CHUNK + key_dim) * value_dim), dtype=torch.float16)
+        halves = 2 * _LOWER_HALVES + (CHUNK + key_dim) * value_dim
+        if op.startswith("fla"):
+            halves = 2 * CHUNK + 3 * CHUNK * CHUNK + 3 * CHUNK * value_dim + key_dim * value_dim
+        workspace = torch.empty(units * halves, dtype=torch.float16)
     with Session(chip, threads=threads) as session:
         if mutation is not None:
             session.mutate(*mutation)
@@ -152,8 +166,11 @@ def run_prefill(
         arguments.append(None if workspace is None else session.register("workspace", workspace, "workspace"))
         for phase, phase_blocks in launches:
             tasks, block_tasks = _task_table(phase_blocks)
-            shape = _ints([*sizes, *options, scale_bits, PHASES[phase]])
-            session.launch(f"{op}_prefill", len(phase_blocks), [*arguments, tasks, block_tasks, shape])
+            number = STAGES.index(phase) if phase in STAGES else PHASES[phase]
+            shape = _ints([*sizes, *options, scale_bits, number])
+            session.launch(
+                op if phase in STAGES else f"{op}_prefill", len(phase_blocks), [*arguments, tasks, block_tasks, shape]
+            )
         session.check_outputs()
         return Result(o, final, session.counters(), session.places() if watch_places else set())
 
