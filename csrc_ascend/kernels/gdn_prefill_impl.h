@@ -164,7 +164,8 @@ __aicore__ inline void GdnPrefill::StageInputs(int32_t chunk, int32_t tokens) {
     if (UsesKeys()) RowsToL1(keys_, key_rows_, kChunk, key_tiles_);
     if (UsesQueries()) RowsToL1(queries_, query_rows_, kChunk, key_tiles_);
     if (Resident()) DataCopy(state_l1_, Half(y_), rows * columns);
-    if (shape_.phase == kReduce) DataCopy(workspace_.State(task_, chunk), Half(y_), rows * columns);
+    if (shape_.phase == kReduce)
+        DataCopy(workspace_.State(task_, chunk, 0), Half(y_), workspace_.StateBursts(task_, columns / kTile, true));
     LoadMapped(chunk);
 }
 
@@ -177,7 +178,8 @@ __aicore__ inline void GdnPrefill::LoadMapped(int32_t chunk) {
     } else {
         Unpack(p_, workspace_.Attention(task_, chunk));
         DataCopy(new_values_, workspace_.Values(task_, chunk), kChunk * task_.column_count);
-        DataCopy(state_l1_, workspace_.State(task_, chunk), shape_.key_dim * task_.column_count);
+        const int32_t strips = state_.Columns(task_) / kTile;
+        DataCopy(state_l1_, workspace_.State(task_, chunk, 0), workspace_.StateBursts(task_, strips, false));
     }
     HA_ORDER(MTE2_MTE1);
 }

@@ -107,7 +107,9 @@ __aicore__ inline void KdaPrefill::ParkState(int32_t floats) {
     HA_ORDER(V_MTE3);
     DataCopy(parked_, key_, floats);
     DataCopy(state_l1_, Half(product_), floats);
-    if (shape_.phase == kReduce && task_.token_count > 0) DataCopy(workspace_.State(task_, 0), Half(product_), floats);
+    const int32_t strips = state_.Columns(task_) / kTile;
+    if (shape_.phase == kReduce && task_.token_count > 0)
+        DataCopy(workspace_.State(task_, 0, 0), Half(product_), workspace_.StateBursts(task_, strips, true));
 }
 __aicore__ inline void KdaPrefill::FetchState(int32_t floats) {
     HA_ORDER(MTE3_MTE1);
@@ -168,7 +170,8 @@ __aicore__ inline void KdaPrefill::LoadMapped(int32_t chunk) {
     } else {
         Unpack(p_, workspace_.Attention(task_, chunk));
         DataCopy(new_values_, workspace_.Values(task_, chunk), kChunk * task_.column_count);
-        DataCopy(state_l1_, workspace_.State(task_, chunk), shape_.key_dim * task_.column_count);
+        const int32_t strips = state_.Columns(task_) / kTile;
+        DataCopy(state_l1_, workspace_.State(task_, chunk, 0), workspace_.StateBursts(task_, strips, false));
     }
     HA_ORDER(MTE2_MTE1);
 }
@@ -629,7 +632,8 @@ __aicore__ inline void KdaPrefill::UpdateState(int32_t chunk, bool more) {
         HA_ORDER(V_MTE3);
         DataCopy(parked_[from], key_, floats);
         DataCopy(state_l1_[from], Half(product_), floats);
-        if (shape_.phase == kReduce && more) DataCopy(workspace_.State(task_, chunk + 1)[from], Half(product_), floats);
+        if (shape_.phase == kReduce && more)
+            DataCopy(workspace_.State(task_, chunk + 1, first), Half(product_), workspace_.StateBursts(task_, count, true));
         HA_ORDER(MTE3_MTE1);
     }
 }

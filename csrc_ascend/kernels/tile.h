@@ -82,8 +82,8 @@ __aicore__ inline Task ReadTask(GM_ADDR address, int32_t index) {
 }
 
 // What the three launches of chunk-head-chunk leave for each other in global memory, for each chunk of a value head:
-// T and P (ten fractals each, by strips), V' (NZ, strips of the head one after another) and the state before the chunk
-// (a column part of a head after another, each as the kernel holds it).
+// T and P (ten fractals each, by strips), V' and the state before the chunk (both NZ, of the whole head, so that whoever
+// reads need not be cut as whoever wrote).
 constexpr int32_t kLowerSize = 10 * kSquare;
 class Workspace {
   public:
@@ -101,9 +101,18 @@ class Workspace {
     __aicore__ inline GlobalTensor<half> Values(const Task& task, int32_t chunk) const {
         return memory_[Units() * 2 * kLowerSize + (Unit(task, chunk) * shape_.value_dim + task.column_begin) * kChunk];
     }
-    __aicore__ inline GlobalTensor<half> State(const Task& task, int32_t chunk) const {
+    // Strips [first, ...) of a task's part of the state: its columns are rows of [V, K] and strips of [K, V].
+    __aicore__ inline GlobalTensor<half> State(const Task& task, int32_t chunk, int32_t first) const {
+        const int32_t rows = shape_.state_v_first ? shape_.value_dim : shape_.key_dim;
+        const int32_t part = task.column_begin * (shape_.state_v_first ? kTile : shape_.key_dim);
         return memory_[Units() * (2 * kLowerSize + shape_.value_dim * kChunk) +
-                       (Unit(task, chunk) * shape_.value_dim + task.column_begin) * shape_.key_dim];
+                       Unit(task, chunk) * shape_.value_dim * shape_.key_dim + part + first * rows * kTile];
+    }
+    // `strips` of them as bursts, with the gap between them in global memory.
+    __aicore__ inline DataCopyParams StateBursts(const Task& task, int32_t strips, bool to_memory) const {
+        const int32_t rows = shape_.state_v_first ? task.column_count : shape_.key_dim;
+        const int32_t gap = shape_.state_v_first ? shape_.value_dim - task.column_count : 0;
+        return DataCopyParams(strips, rows, to_memory ? 0 : gap, to_memory ? gap : 0);
     }
 
   private:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from itertools import pairwise
 
@@ -175,13 +176,26 @@ def test_chunk_head_chunk_repeats_every_bit(op: str, state_v_first: bool) -> Non
     """Three launches through global memory, for the last heads of a tail: nothing but the place of the work changes."""
     bounds = [0, 70, 70, 300]
     call = make_call(op, tokens=300, value_heads=2, bounds=bounds, state_v_first=state_v_first, normalise=True, seed=43)
-    whole = run_prefill(op, call)
     heads = [task for block in make_tasks(bounds, 2, 128, 1) for task in block]
+    whole = run_prefill(op, call, blocks=[heads])
     for parts, cores in ((1, 10), (4, 3)):
         spread = run_prefill(op, call, launches=chunk_head_chunk_launches(heads, parts, cores))
         assert torch.equal(spread.o, whole.o)
         assert torch.equal(spread.final_state, whole.final_state)
         assert spread.counters.gm_bytes > whole.counters.gm_bytes
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("heads", "lengths"), [(16, [128]), (3, [300]), (1, [640]), (4, [64, 0, 130])])
+def test_the_planners_mapping_repeats_every_bit(op: str, heads: int, lengths: list[int]) -> None:
+    """Whole heads, column parts and chunk-head-chunk as the plan deals them to ten cores."""
+    tokens, bounds = sum(lengths), [0, *itertools.accumulate(lengths)]
+    call = make_call(op, tokens=tokens, key_heads=heads, value_heads=heads, bounds=bounds, seed=59)
+    planned = run_prefill(op, call)
+    tasks = [task for block in make_tasks(bounds, heads, 128, 1) for task in block]
+    whole = run_prefill(op, call, blocks=[tasks])
+    assert torch.equal(planned.o, whole.o)
+    assert torch.equal(planned.final_state, whole.final_state)
 
 
 @pytest.mark.parametrize("op", OPS)

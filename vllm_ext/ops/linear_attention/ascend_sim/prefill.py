@@ -8,7 +8,9 @@ from itertools import pairwise
 
 import torch
 
+from vllm_ext.ha_npu import make_plan
 from vllm_ext.ha_npu.chips import load_chip
+from vllm_ext.ha_npu.mapping import HeadMapping
 from vllm_ext.ops.linear_attention.ascend_sim.session import Counters, Session
 from vllm_ext.ops.linear_attention.problem import Call
 
@@ -34,12 +36,7 @@ def make_tasks(bounds: list[int], num_value_heads: int, value_dim: int, cores: i
 
     Of the heads left over after the last full round, as many are split in two as there are idle cores.
     """
-    units: list[Task] = []
-    gate_begin = 0
-    for sequence, (begin, end) in enumerate(pairwise(bounds)):
-        units += [Task(begin, end - begin, sequence, head, 0, value_dim, gate_begin) for head in range(num_value_heads)]
-        gate_begin += -(-(end - begin) // CHUNK) * CHUNK
-    units.sort(key=lambda unit: -unit.token_count)
+    units = sorted(_units(bounds, num_value_heads, value_dim), key=lambda unit: -unit.token_count)
     rest = len(units) % cores
     whole, tail = units[: len(units) - rest], units[len(units) - rest :]
     splits = min(rest, cores - rest) if value_dim >= 64 else 0
@@ -55,6 +52,16 @@ def make_tasks(bounds: list[int], num_value_heads: int, value_dim: int, cores: i
     return [block for block in blocks if block] or [[]]
 
 
+def _units(bounds: list[int], num_value_heads: int, value_dim: int) -> list[Task]:
+    """Every value head of every sequence, whole."""
+    units: list[Task] = []
+    gate_begin = 0
+    for sequence, (begin, end) in enumerate(pairwise(bounds)):
+        units += [Task(begin, end - begin, sequence, head, 0, value_dim, gate_begin) for head in range(num_value_heads)]
+        gate_begin += -(-(end - begin) // CHUNK) * CHUNK
+    return units
+
+
 Blocks = list[list[Task]]
 PHASES = {"whole": 0, "map": 1, "reduce": 2, "output": 3}
 STAGES = ("cumsum", "kkt", "solve", "wu", "h", "o")
@@ -62,14 +69,32 @@ _LOWER_HALVES = 10 * 16 * 16
 
 
 def chunk_head_chunk_launches(heads: list[Task], parts: int, cores: int) -> list[tuple[str, Blocks]]:
-    """The three launches of chunk-head-chunk for whole heads given as tasks: chunks, column parts of heads, chunks.
-
-    Outputs are made by column part too, as the parts' states and values lie apart in global memory.
-    """
+    """The three launches of chunk-head-chunk for whole heads given as tasks: chunks, column parts of heads, chunks."""
     chunks = [_chunk_of(task, chunk) for task in heads for chunk in range(-(-task.token_count // CHUNK))]
     columns = [part for task in heads for part in _parts(task, parts)]
-    outputs = [part for chunk in chunks for part in _parts(chunk, parts)]
-    return [("map", _deal(chunks, cores)), ("reduce", _deal(columns, cores)), ("output", _deal(outputs, cores))]
+    return [("map", _deal(chunks, cores)), ("reduce", _deal(columns, cores)), ("output", _deal(chunks, cores))]
+
+
+def planned_launches(mapping: HeadMapping, bounds: list[int], value_dim: int) -> list[tuple[str, Blocks]]:
+    """The launches of a plan's mapping: whole heads and column parts in one, then chunk-head-chunk for the rest."""
+    heads = {
+        (task.sequence, task.head): task for task in _units(bounds, 1 + max(p.head for p in mapping.pieces), value_dim)
+    }
+    blocks: dict[str, Blocks] = {}
+    for piece in sorted(mapping.pieces, key=lambda piece: piece.start):
+        head = heads[piece.sequence, piece.head]
+        phase = piece.phase or "whole"
+        if phase in ("whole", "reduce"):
+            tasks = [_parts(head, piece.parts)[piece.part]]
+        else:
+            chunks = -(-head.token_count // CHUNK)
+            first, last = (chunks * part // piece.parts for part in (piece.part, piece.part + 1))
+            tasks = [_chunk_of(head, chunk) for chunk in range(first, last)]
+        blocks.setdefault(phase, [[] for _ in range(mapping.cores)])[piece.core] += tasks
+    empty = [task for task in heads.values() if task.token_count == 0]
+    if empty:
+        blocks.setdefault("whole", [[]])[0] += empty
+    return [(phase, blocks[phase]) for phase in PHASES if phase in blocks]
 
 
 def staged_launches(heads: list[Task], cores: int) -> list[tuple[str, Blocks]]:
@@ -98,6 +123,19 @@ def _deal(tasks: list[Task], cores: int) -> Blocks:
     return [tasks[core::cores] for core in range(min(cores, len(tasks)))] or [[]]
 
 
+def default_launches(op: str, call: Call, chip: str) -> list[tuple[str, Blocks]]:
+    """The planner's mapping where it knows the shape (K = V, some tokens), else `make_tasks`."""
+    bounds = call.sequence_bounds()
+    num_value_heads, value_dim = call.v.shape[2:]
+    if call.q.shape[-1] != value_dim or bounds[-1] == 0:
+        return [("whole", make_tasks(bounds, num_value_heads, value_dim, load_chip(chip).cores))]
+    lengths = [end - begin for begin, end in pairwise(bounds)]
+    plan = make_plan(
+        op, chip=chip, num_heads=num_value_heads, num_tokens=bounds[-1], head_dim=value_dim, seq_lens=lengths
+    )
+    return planned_launches(plan.mapping, bounds, value_dim)
+
+
 @dataclass(frozen=True)
 class Result:
     """o [B, T, HV, V] FP16, the final state in the state dtype or None, counters, and where faults could be planted."""
@@ -122,8 +160,8 @@ def run_prefill(
 ) -> Result:
     """Run "gdn" or "kda" prefill, or "fla_gdn", the staged baseline (V-first states, K = V = 128, not normalised).
 
-    `blocks` replaces the tasks of `make_tasks`, `launches` the single launch of them: (phase, blocks) one after
-    another, phases as in `PHASES`. The last two arguments are for tests.
+    Work is dealt to cores as the planner says; `blocks` replaces that by one launch of these tasks, `launches` by
+    several: (phase, blocks) one after another, phases as in `PHASES`. The last two arguments are for tests.
 
     Raises SimulatorViolation when the kernel breaks a rule of the chip.
     """
@@ -139,8 +177,7 @@ def run_prefill(
     o = torch.full(call.v.shape, float("nan"), dtype=torch.float16)
     final = torch.full(states, float("nan"), dtype=state_dtype) if call.output_final_state else None
     if launches is None:
-        cores = load_chip(chip).cores
-        launches = [("whole", make_tasks(bounds, num_value_heads, value_dim, cores) if blocks is None else blocks)]
+        launches = [("whole", blocks)] if blocks is not None else default_launches(op, call, chip)
     scale_bits = struct.unpack("<i", struct.pack("<f", call.scale))[0]
     sizes = [num_heads, num_value_heads, key_dim, value_dim, gates.shape[1]]
     options = [initial is not None, final is not None, state_dtype == torch.float16]
