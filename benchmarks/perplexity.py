@@ -14,6 +14,7 @@ float zero point are nearly a round trip, the other rows are not.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import time
@@ -162,8 +163,20 @@ def measure(model_path: Path, arms: list[Arm], limit: int | None) -> Iterator[di
         nbytes = apply_arm(arm, weights, originals)
         value = perplexity(model, texts, arm.name)
         row = {**asdict(arm), "perplexity": value, "expert_bytes": nbytes, "seconds": time.perf_counter() - start}
-        rows.append(row)
+        rows.append({**row, "tokens": results["tokens"], "commit": results["machine"]["commit"]})
         yield results
+
+
+def stored_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of an earlier run, none where there is no results file."""
+    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+
+
+def merge(stored: list[dict[str, Any]], fresh: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`fresh` rows with the `stored` ones that were not measured again, on the same number of tokens, in `ARMS` order."""
+    rows = {row["name"]: row for row in stored if row["tokens"] == fresh[0]["tokens"]}
+    rows.update({row["name"]: row for row in fresh})
+    return [rows[arm.name] for arm in ARMS if arm.name in rows]
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -189,7 +202,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="vllm-ext bench perplexity", description="Perplexity of 4-bit experts.")
     parser.add_argument("--model", type=Path, default=Path(".demo/smollm2-moe"), help="the Mixtral-style checkpoint")
     parser.add_argument("--limit", type=int, help="use only the first LIMIT of the 164 problems")
-    parser.add_argument("--arms", nargs="+", metavar="NAME", choices=[arm.name for arm in ARMS], help="only these rows")
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        metavar="NAME",
+        choices=[arm.name for arm in ARMS],
+        help="only these rows; the file's others stay",
+    )
     parser.add_argument("--output", type=Path, default=RESULTS, help="where to write the results (JSON)")
     args = parser.parse_args(argv)
     if not (args.model / "config.json").is_file():
@@ -199,8 +218,10 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 1
     arms = [arm for arm in ARMS if args.arms is None or arm.name in args.arms]
+    stored = stored_rows(args.output) if args.arms else []
     results: dict[str, Any] = {}
-    for results in measure(args.model, arms, args.limit):
+    for fresh in measure(args.model, arms, args.limit):
+        results = {**fresh, "rows": merge(stored, fresh["rows"])}
         write_json(args.output, results)
     print(markdown(results))
     print(f"Wrote {args.output}")

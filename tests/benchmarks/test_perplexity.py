@@ -77,6 +77,15 @@ def test_a_model_without_routed_experts_is_refused() -> None:
         perplexity.expert_weights(torch.nn.Linear(8, 8))
 
 
+def test_measuring_one_row_again_keeps_the_others_of_the_same_texts() -> None:
+    """A change of the quantiser touches some rows; those on fewer texts cannot stand in the same table."""
+    stored = [{"name": "default", "tokens": 9}, {"name": "group 64", "tokens": 5}, {"name": "BF16", "tokens": 9}]
+    fresh = [{"name": "default", "tokens": 9, "new": True}, {"name": "group 32", "tokens": 9}]
+    merged = perplexity.merge(stored, fresh)
+    assert [row["name"] for row in merged] == ["BF16", "group 32", "default"]
+    assert merged[2]["new"]
+
+
 def test_missing_model_names_the_command_that_makes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The model is not in the repository."""
     assert perplexity.main(["--model", str(tmp_path)]) == 1
