@@ -173,7 +173,7 @@ def stored_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def merge(stored: list[dict[str, Any]], fresh: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`fresh` rows with the `stored` ones that were not measured again, on the same number of tokens, in `ARMS` order."""
+    """`fresh` rows and the `stored` ones not measured again, on as many tokens, in the order of `ARMS`."""
     rows = {row["name"]: row for row in stored if row["tokens"] == fresh[0]["tokens"]}
     rows.update({row["name"]: row for row in fresh})
     return [rows[arm.name] for arm in ARMS if arm.name in rows]
