@@ -21,8 +21,9 @@ from vllm_ext.ha_npu.operators import build_graph
 from vllm_ext.ha_npu.products import ProductCounts, ProductPolicy, cheapest_product_order, count_products
 from vllm_ext.ha_npu.rewrite import gemm_first
 from vllm_ext.ops.linear_attention.ascend_sim import build
-from vllm_ext.ops.linear_attention.ascend_sim.prefill import Task, run_prefill, staged_launches
+from vllm_ext.ops.linear_attention.ascend_sim.prefill import run_prefill
 from vllm_ext.ops.linear_attention.ascend_sim.session import Counters
+from vllm_ext.ops.linear_attention.ascend_sim.tasks import Task, staged_launches
 
 CHIP, MIB, KIB = "310p1", 2**20, 2**10
 KDA_DIAGONAL_PRODUCTS = 2 * 4 * 8

@@ -108,4 +108,6 @@ class GdnPrefill {
 
 }  // namespace vllm_ext
 
+#include "gdn_prefill_setup.h"
+#include "gdn_prefill_gates.h"
 #include "gdn_prefill_impl.h"

@@ -128,4 +128,6 @@ class KdaPrefill {
 
 }  // namespace vllm_ext
 
+#include "kda_prefill_setup.h"
+#include "kda_prefill_operands.h"
 #include "kda_prefill_impl.h"

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from vllm_ext.benchmarks.ascend_problems import make_call
 
-from vllm_ext.ops.linear_attention.ascend_sim.prefill import Blocks, Task, chunk_head_chunk_launches, run_prefill
+from vllm_ext.ops.linear_attention.ascend_sim.prefill import run_prefill
 from vllm_ext.ops.linear_attention.ascend_sim.session import SimulatorViolation
+from vllm_ext.ops.linear_attention.ascend_sim.tasks import Blocks, Task, chunk_head_chunk_launches
 from vllm_ext.ops.linear_attention.problem import Call
 
 Place = tuple[str, str, int]

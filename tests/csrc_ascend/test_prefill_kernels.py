@@ -19,14 +19,9 @@ from vllm_ext.ha_npu.operators import build_graph
 from vllm_ext.ha_npu.products import ProductPolicy, cheapest_product_order, count_products
 from vllm_ext.ha_npu.rewrite import gemm_first
 from vllm_ext.ops.linear_attention import reference
-from vllm_ext.ops.linear_attention.ascend_sim.prefill import (
-    Task,
-    chunk_head_chunk_launches,
-    make_tasks,
-    run_prefill,
-    staged_launches,
-)
+from vllm_ext.ops.linear_attention.ascend_sim.prefill import run_prefill
 from vllm_ext.ops.linear_attention.ascend_sim.session import SimulatorViolation
+from vllm_ext.ops.linear_attention.ascend_sim.tasks import Task, chunk_head_chunk_launches, make_tasks, staged_launches
 from vllm_ext.ops.linear_attention.problem import Call
 
 pytestmark = pytest.mark.usefixtures("prefill_kernels")

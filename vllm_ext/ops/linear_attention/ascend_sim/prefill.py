@@ -3,124 +3,25 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from vllm_ext.ha_npu import make_plan
 from vllm_ext.ha_npu.chips import load_chip
-from vllm_ext.ha_npu.mapping import HeadMapping
 from vllm_ext.ops.linear_attention.ascend_sim.session import Counters, Session
+from vllm_ext.ops.linear_attention.ascend_sim.tasks import (
+    CHUNK,
+    LOWER_HALVES,
+    PHASES,
+    STAGES,
+    Blocks,
+    Task,
+    make_tasks,
+    planned_launches,
+)
 from vllm_ext.ops.linear_attention.problem import Call
-
-CHUNK = 64
-_TASK_FIELDS = 8
-
-
-@dataclass(frozen=True)
-class Task:
-    """Value columns [column_begin, column_begin + column_count) of one value head of one sequence, on one core."""
-
-    token_begin: int
-    token_count: int
-    sequence: int
-    head: int
-    column_begin: int
-    column_count: int
-    gate_begin: int
-
-
-def make_tasks(bounds: list[int], num_value_heads: int, value_dim: int, cores: int) -> list[list[Task]]:
-    """Each core's tasks: whole heads while there are enough for all cores, then heads split by value columns.
-
-    Of the heads left over after the last full round, as many are split in two as there are idle cores.
-    """
-    units = sorted(_units(bounds, num_value_heads, value_dim), key=lambda unit: -unit.token_count)
-    rest = len(units) % cores
-    whole, tail = units[: len(units) - rest], units[len(units) - rest :]
-    splits = min(rest, cores - rest) if value_dim >= 64 else 0
-    parts: list[Task] = []
-    for index, unit in enumerate(tail):
-        if index < splits:
-            parts += _parts(unit, 2)
-        else:
-            parts.append(unit)
-    blocks: list[list[Task]] = [[] for _ in range(min(cores, max(1, len(units) if not splits else cores)))]
-    for index, unit in enumerate([*whole, *parts]):
-        blocks[index % len(blocks)].append(unit)
-    return [block for block in blocks if block] or [[]]
-
-
-def _units(bounds: list[int], num_value_heads: int, value_dim: int) -> list[Task]:
-    """Every value head of every sequence, whole."""
-    units: list[Task] = []
-    gate_begin = 0
-    for sequence, (begin, end) in enumerate(pairwise(bounds)):
-        units += [Task(begin, end - begin, sequence, head, 0, value_dim, gate_begin) for head in range(num_value_heads)]
-        gate_begin += -(-(end - begin) // CHUNK) * CHUNK
-    return units
-
-
-Blocks = list[list[Task]]
-PHASES = {"whole": 0, "map": 1, "reduce": 2, "output": 3}
-STAGES = ("cumsum", "kkt", "solve", "wu", "h", "o")
-_LOWER_HALVES = 10 * 16 * 16
-
-
-def chunk_head_chunk_launches(heads: list[Task], parts: int, cores: int) -> list[tuple[str, Blocks]]:
-    """The three launches of chunk-head-chunk for whole heads given as tasks: chunks, column parts of heads, chunks."""
-    chunks = [_chunk_of(task, chunk) for task in heads for chunk in range(-(-task.token_count // CHUNK))]
-    columns = [part for task in heads for part in _parts(task, parts)]
-    return [("map", _deal(chunks, cores)), ("reduce", _deal(columns, cores)), ("output", _deal(chunks, cores))]
-
-
-def planned_launches(mapping: HeadMapping, bounds: list[int], value_dim: int) -> list[tuple[str, Blocks]]:
-    """The launches of a plan's mapping: whole heads and column parts in one, then chunk-head-chunk for the rest."""
-    heads = {
-        (task.sequence, task.head): task for task in _units(bounds, 1 + max(p.head for p in mapping.pieces), value_dim)
-    }
-    blocks: dict[str, Blocks] = {}
-    for piece in sorted(mapping.pieces, key=lambda piece: piece.start):
-        head = heads[piece.sequence, piece.head]
-        phase = piece.phase or "whole"
-        if phase in ("whole", "reduce"):
-            tasks = [_parts(head, piece.parts)[piece.part]]
-        else:
-            chunks = -(-head.token_count // CHUNK)
-            first, last = (chunks * part // piece.parts for part in (piece.part, piece.part + 1))
-            tasks = [_chunk_of(head, chunk) for chunk in range(first, last)]
-        blocks.setdefault(phase, [[] for _ in range(mapping.cores)])[piece.core] += tasks
-    empty = [task for task in heads.values() if task.token_count == 0]
-    if empty:
-        blocks.setdefault("whole", [[]])[0] += empty
-    return [(phase, blocks[phase]) for phase in PHASES if phase in blocks]
-
-
-def staged_launches(heads: list[Task], cores: int) -> list[tuple[str, Blocks]]:
-    """The six launches of flash-linear-attention's dataflow: chunks, but for the recurrence, which runs by heads."""
-    chunks = [_chunk_of(task, chunk) for task in heads for chunk in range(-(-task.token_count // CHUNK))]
-    halves = {
-        "h": [part for task in heads for part in _parts(task, 2)],
-        "o": [part for chunk in chunks for part in _parts(chunk, 2)],
-    }
-    return [(stage, _deal(halves.get(stage, chunks), cores)) for stage in STAGES]
-
-
-def _chunk_of(task: Task, chunk: int) -> Task:
-    done = chunk * CHUNK
-    count = min(CHUNK, task.token_count - done)
-    return replace(task, token_begin=task.token_begin + done, token_count=count, gate_begin=task.gate_begin + done)
-
-
-def _parts(task: Task, parts: int) -> list[Task]:
-    width = task.column_count // parts
-    return [replace(task, column_begin=task.column_begin + part * width, column_count=width) for part in range(parts)]
-
-
-def _deal(tasks: list[Task], cores: int) -> Blocks:
-    """Tasks to cores in turn."""
-    return [tasks[core::cores] for core in range(min(cores, len(tasks)))] or [[]]
 
 
 def default_launches(op: str, call: Call, chip: str) -> list[tuple[str, Blocks]]:
@@ -185,7 +86,7 @@ def run_prefill(
     workspace = None
     if any(phase != "whole" for phase, _ in launches):
         units = num_value_heads * gates.shape[1] // CHUNK
-        halves = 2 * _LOWER_HALVES + (CHUNK + key_dim) * value_dim
+        halves = 2 * LOWER_HALVES + (CHUNK + key_dim) * value_dim
         if op.startswith("fla"):
             halves = 2 * CHUNK + 3 * CHUNK * CHUNK + 3 * CHUNK * value_dim + key_dim * value_dim
         workspace = torch.empty(units * halves, dtype=torch.float16)
@@ -234,7 +135,7 @@ def _task_table(blocks: list[list[Task]]) -> tuple[torch.Tensor, torch.Tensor]:
     starts = [0]
     for block in blocks:
         starts.append(starts[-1] + len(block))
-    return _ints(rows or [[0] * _TASK_FIELDS]), _ints(starts)
+    return _ints(rows or [[0] * 8]), _ints(starts)
 
 
 def _ints(values: list) -> torch.Tensor:

@@ -6,6 +6,7 @@ import ctypes
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 
@@ -13,6 +14,7 @@ import torch
 
 from vllm_ext.ops.linear_attention.ascend_sim.build import build, load
 
+_prefill_kernels = cache(build)  # looks at the sources once a process
 _MODES = {"in": 0, "out": 1, "workspace": 2}
 _ERROR_BYTES = 4096
 
@@ -68,7 +70,7 @@ class Session:
     """Open it with `with`; launches share the tensors registered so far."""
 
     def __init__(self, chip: str, *, library: Path | None = None, threads: int | None = None) -> None:
-        self._library = load(library or build())
+        self._library = load(library or _prefill_kernels())
         count = threads or min(4, os.cpu_count() or 1)
         self._handle = self._library.sim_open(chip.encode(), count)
         if not self._handle:
