@@ -29,6 +29,10 @@ BENCHMARKS = {
         "vllm_ext.benchmarks.ascend_traffic:BENCHMARK",
         "what the simulated Ascend C kernels move, beside the plan and the paper",
     ),
+    "moe": (
+        "vllm_ext.benchmarks.moe:BENCHMARK",
+        "4-bit experts on a GPU against vLLM's Marlin, WNA16 and BF16 experts",
+    ),
     "moe-cpu": ("vllm_ext.benchmarks.moe_cpu:BENCHMARK", "4-bit experts on this CPU against vLLM's BF16 experts"),
     "perplexity": ("vllm_ext.benchmarks.perplexity:main", "perplexity of a real model, by quantiser and group size"),
     "serve-cpu": ("vllm_ext.benchmarks.serve_cpu:main", "vLLM's tokens per second on this CPU, BF16 and 4 bits"),

@@ -41,7 +41,9 @@ lop3.b32 $3, c, 0x000F000F, 0x64006400, 0xEA;
 """)
 _FP16_OFFSET = 1024
 _BF16_FMA = tl.constexpr("fma.rn.bf16x2 $0, $1, $2, $3;")
-_FP16_FMA = tl.constexpr("fma.rn.f16x2 $0, $1, $2, $3;")
+_FP16_ADD_MULTIPLY = tl.constexpr("add.rn.f16x2 $0, $1, $2; mul.rn.f16x2 $0, $0, $3;")
+# The middle of the codes, taken away where scales multiply codes.
+CENTER = tl.constexpr(8.0)
 
 
 @dataclass(frozen=True)
@@ -90,19 +92,40 @@ def expand(words, dtype: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def scale_codes(plane, scale, OFFSET: tl.constexpr, ASM: tl.constexpr):
-    """scale * code [R, P], rounded once: (offset + code) * scale - offset * scale, where offset * scale is exact.
+def scale_codes(
+    plane, scale, TIMES: tl.constexpr, OFFSET: tl.constexpr, SCALE_EXPONENT: tl.constexpr, ASM: tl.constexpr
+):
+    """scale * (code - 8) [R, P], rounded once to the plane's dtype.
 
-    scale [R, 1] or [R, P] in the plane's dtype.
+    The plane holds TIMES * (code + offset) * 2^-unit; scale [R, 1] or [R, P] in FP32. Taking the middle of the codes
+    away first halves the rounding error, and what is left of a zero point, z - 8, is small.
     """
-    scale = tl.broadcast_to(scale, plane.shape)
     if ASM and plane.dtype == tl.bfloat16:
-        out = tl.inline_asm_elementwise(_BF16_FMA, "=r,r,r,r", [plane, scale, scale * -OFFSET], tl.bfloat16, True, 2)
+        # One fused multiply-add: 8 * scale is exact.
+        factor = tl.broadcast_to((scale * 2.0**SCALE_EXPONENT).to(plane.dtype), plane.shape)
+        middle = tl.broadcast_to(
+            (scale * (-CENTER * TIMES * 2.0 ** (SCALE_EXPONENT - 133))).to(plane.dtype), plane.shape
+        )
+        out = tl.inline_asm_elementwise(_BF16_FMA, "=r,r,r,r", [plane, factor, middle], tl.bfloat16, True, 2)
     elif ASM and plane.dtype == tl.float16:
-        out = tl.inline_asm_elementwise(_FP16_FMA, "=r,r,r,r", [plane, scale, scale * -OFFSET], tl.float16, True, 2)
+        factor = tl.broadcast_to(scale.to(plane.dtype), plane.shape)
+        middle = tl.full(plane.shape, -OFFSET - CENTER, tl.float16)
+        out = tl.inline_asm_elementwise(_FP16_ADD_MULTIPLY, "=r,r,r,r", [plane, middle, factor], tl.float16, True, 2)
     else:
-        out = plane * scale
+        out = (plane - CENTER) * scale
     return out
+
+
+@triton.jit
+def settle(acc, ASM: tl.constexpr):
+    """The same accumulators, after the tensor core has written them.
+
+    Without a use of a product in its own iteration, Triton (seen in 3.6) lets it run on into the next iteration while
+    that one already overwrites the registers the tensor core reads its left operand from. Compiles to nothing else.
+    """
+    if ASM:
+        acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], tl.float32, True, 1)
+    return acc
 
 
 @triton.jit

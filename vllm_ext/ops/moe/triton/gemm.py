@@ -9,8 +9,8 @@ so a zero point of any kind costs one rank-one product a group, after the inner 
 once. SCALING says where s is applied:
 
     "sum"      to a group's sum; least work for few tokens
-    "operand"  to the codes, rounding s q to 16 bits and leaving no offset; less work for many tokens, and the product
-               runs on from group to group
+    "operand"  to the codes, rounding s (q - 8) to 16 bits; the offset is then -8. Less work for many tokens, and one
+               product after another adds to the same accumulators
     "column"   as "operand", column by column, for group sizes that the planes straddle
 """
 
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from vllm_ext.ops.moe.triton.activation import gated, pointwise
-from vllm_ext.ops.moe.triton.dequant import expand, scale_activations, scale_codes
+from vllm_ext.ops.moe.triton.dequant import CENTER, expand, scale_activations, scale_codes, settle
 from vllm_ext.ops.moe.triton.pdl import prefetch_tiles, wait_for_previous
 
 _SUM_CHUNK = tl.constexpr(16)
@@ -159,7 +159,8 @@ def _add_tile(
     # Without the 16-bit assembly (FP32, the interpreter) operands are FP32.
     dtype: tl.constexpr = x.dtype.element_ty if ASM else tl.float32
     precision: tl.constexpr = "tf32" if ASM else "ieee"
-    SCALE_UP: tl.constexpr = 2.0 ** FORM[3]
+    # What nibbles on odd planes count.
+    ODD: tl.constexpr = 2 ** FORM[4]
 
     at = words + tile * (ROWS * PLANE) + row[:, None] * PLANE + tl.arange(0, PLANE)[None, :]
     k = tile * TILE
@@ -203,11 +204,11 @@ def _add_tile(
                 if SHARED == 1:
                     s1 = _group_factors(factors, row, k + PLANE, p, FACTOR_DTYPE)[0][:, None]
                     s3 = _group_factors(factors, row, k + 3 * PLANE, p, FACTOR_DTYPE)[0][:, None]
-            w0 = scale_codes(w0, (s0 * SCALE_UP).to(dtype), FORM[0], ASM)
-            w1 = scale_codes(w1, (s1 * SCALE_UP).to(dtype), FORM[0], ASM)
-            w2 = scale_codes(w2, (s2 * SCALE_UP).to(dtype), FORM[0], ASM)
-            w3 = scale_codes(w3, (s3 * SCALE_UP).to(dtype), FORM[0], ASM)
-            acc = tl.dot(_four_side_by_side(w0, w1, w2, w3), xs, acc, input_precision=precision)
+            w0 = scale_codes(w0, s0, 1, FORM[0], FORM[3], ASM)
+            w1 = scale_codes(w1, s1, ODD, FORM[0], FORM[3], ASM)
+            w2 = scale_codes(w2, s2, 1, FORM[0], FORM[3], ASM)
+            w3 = scale_codes(w3, s3, ODD, FORM[0], FORM[3], ASM)
+            acc = settle(tl.dot(_four_side_by_side(w0, w1, w2, w3), xs, acc, input_precision=precision), ASM)
     return acc
 
 
@@ -228,7 +229,7 @@ def _finish(
     SUMS: tl.constexpr = (p[0] + p[4] - 1) // p[4]
     if SCALING == "sum" and FORM[1] != FORM[2]:
         acc *= 2.0 ** (FORM[1] - FORM[2])
-    OFFSET: tl.constexpr = FORM[0] if SCALING == "sum" else 0
+    OFFSET: tl.constexpr = FORM[0] if SCALING == "sum" else -CENTER
     for start in tl.static_range(0, SUMS, _SUM_CHUNK):
         word, total = _load_zero_term(factors, row, sums, token_ok, start, p)
         acc = _subtract_zero_term(acc, word, total, FACTOR_DTYPE, OFFSET, ASM)
@@ -372,8 +373,8 @@ def gate_up_kernel(
 
     A program computes ROW_TILES tiles of BLOCK_ROWS rows one after another, in one loop: the loads of the next tile are
     under way while a tile is finished. SHAPE is (K, rows, group size, plane width, columns of one sum); FORM (offset,
-    unit, activation exponent, scale exponent) of dequant.CodeForm; OUT_EXPONENT (exponent, its step, plane width) is
-    the power of two that the second GEMM wants its activations times.
+    unit, activation exponent, scale exponent, step) of dequant.CodeForm; OUT_EXPONENT (exponent, its step, plane
+    width) is the power of two that the second GEMM wants its activations times.
     """
     K: tl.constexpr = SHAPE[0]
     ROWS: tl.constexpr = SHAPE[1]
