@@ -111,6 +111,12 @@ def select_experts_on_cpu(layer: Any, hidden_states: Any, router_logits: Any) ->
     )
 
 
+def uses_eplb(layer: Any) -> bool:
+    """Whether the layer's experts may be moved between ranks while serving; the flag moved from layer to config."""
+    parallel = layer.moe_config.moe_parallel_config
+    return bool(getattr(parallel, "enable_eplb", False) or getattr(layer, "enable_eplb", False))
+
+
 def compressed_tensors_config(config: Any) -> Any:
     """vLLM's own configuration of a compressed-tensors checkpoint."""
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig

@@ -55,6 +55,7 @@ def child(model: str, options: dict[str, Any], result: Path) -> None:
         max_num_seqs=8,
         enable_prefix_caching=False,
         gpu_memory_utilization=0.1,
+        kv_cache_memory_bytes=1 << 30,  # engines side by side would count each other as used
         **options,
     )
     sampling = SamplingParams(

@@ -11,7 +11,7 @@ from vllm_ext import compat
 from vllm_ext.model_executor.packed_experts import PackedExpertsLoader, PackedFormat
 from vllm_ext.model_executor.report import QuantizationReport
 from vllm_ext.ops.moe import CallOptions, PreparedExperts, prepare_experts
-from vllm_ext.ops.moe.custom_op import encode_call, fused_moe_w4a16_op
+from vllm_ext.ops.moe.custom_op import call_experts, encode_call
 from vllm_ext.options import Options
 from vllm_ext.quantization import QuantizedWeight, Scheme
 
@@ -63,6 +63,8 @@ class _RunsW4A16:
             backend=self.options.moe_backend,
             device=w13.packed.device,
             dtype=dtype,
+            # The hint lets a backend join experts into one matrix; EPLB moves each expert by itself.
+            top_k=None if compat.uses_eplb(layer) else layer.top_k,
         )
         self._adopt(layer, experts, activation)
         layer._already_called_process_weights_after_loading = True
@@ -108,7 +110,7 @@ class _RunsW4A16:
     ) -> torch.Tensor:
         """Routed experts' output [M, H]; shared experts are run by vLLM's runner."""
         tensors = [getattr(layer, name) for name in self.names]
-        return fused_moe_w4a16_op(x, topk_weights, topk_ids, layer.expert_map, tensors, self.meta)
+        return call_experts(x, topk_weights, topk_ids, layer.expert_map, tensors, self.meta)
 
     def apply_monolithic(
         self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
