@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-import conftest as made
 import pytest
+import tiny_checkpoints as made
 import torch
 from safetensors.torch import save_file
 

@@ -9,8 +9,8 @@ import re
 import resource
 from pathlib import Path
 
-import conftest as made
 import pytest
+import tiny_checkpoints as made
 import torch
 from safetensors.torch import load_file, save_file
 

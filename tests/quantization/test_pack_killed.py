@@ -8,8 +8,8 @@ import signal
 import time
 from pathlib import Path
 
-import conftest as made
 import pytest
+import tiny_checkpoints as made
 import torch
 
 from vllm_ext.quantization import Scheme
