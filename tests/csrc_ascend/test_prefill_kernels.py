@@ -140,6 +140,27 @@ def test_a_prompt_in_parts_equals_one_shot(op: str, state_v_first: bool) -> None
         assert nmse(state, whole.final_state) < UNROUNDED_NMSE
 
 
+@pytest.mark.parametrize(("op", "tokens"), [("gdn", 32768), ("kda", 8192)])
+def test_a_long_prompt_in_quarters_does_not_drift(op: str, tokens: int) -> None:
+    """Elsewhere chunked prefill drifted from one shot; here quarters repeat every bit, and the state stays accurate."""
+    call = make_call(op, tokens=tokens, seed=61)
+    whole = run_prefill(op, call)
+    state, outputs = call.initial_state, []
+    for begin in range(0, tokens, tokens // 4):
+        part = {name: getattr(call, name)[:, begin : begin + tokens // 4] for name in ("q", "k", "v", "g", "beta")}
+        result = run_prefill(op, dataclasses.replace(call, initial_state=state, **part))
+        state = result.final_state
+        outputs.append(result.o)
+    assert torch.equal(torch.cat(outputs, 1), whole.o)
+    assert torch.equal(state, whole.final_state)
+    wide = [x.double() for x in (call.q, call.k, call.v, call.g, call.beta)]
+    function = linear_attention.chunk_gated_delta_rule if op == "gdn" else linear_attention.chunk_kda
+    options = {"initial_state": call.initial_state, "output_final_state": True, "state_v_first": True}
+    o, final = function(*wide, backend="cpu", **options)
+    assert nmse(whole.o, o) < UNROUNDED_NMSE
+    assert nmse(whole.final_state, final) < UNROUNDED_NMSE
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_an_fp16_state_costs_its_rounding_and_no_more(op: str) -> None:
     """vLLM-Ascend keeps FP16 states: what goes in and out is rounded, the arithmetic between is the same."""
