@@ -20,6 +20,8 @@ from vllm_ext.quantization import QuantizedWeight
 
 NAME = "triton"
 MINIMUM_CAPABILITY = (8, 0)
+# Of a tile of 64 rows, gate and up.
+_LEAST_COLUMNS = 32
 _FACTOR_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -62,9 +64,14 @@ def prepare(
     return PreparedExperts(meta, tensors)
 
 
-def _sum_width(group_size: int, plane: int, columns: int = 1 << 20) -> int:
-    """Columns of one partial sum of x: a power of two that divides the group, at most a K tile and `columns`."""
-    return min(group_size & -group_size, PLANES * plane, columns)
+def _sum_width(group_size: int, plane: int) -> int:
+    """Columns of one partial sum of x: a power of two that divides the group, at most a K tile."""
+    return min(group_size & -group_size, PLANES * plane)
+
+
+def _inner_sum_width(group_size: int, plane: int) -> int:
+    """The same for the second GEMM, within the least rows of a tile of the first: equal bits in every configuration."""
+    return min(_sum_width(group_size, plane), _LEAST_COLUMNS)
 
 
 def _factor_words(factors: torch.Tensor) -> tuple[torch.Tensor, tl.dtype]:
@@ -155,7 +162,7 @@ def gate_up(
     columns = gemm.block_rows // 2 if meta.gated else gemm.block_rows
     tiles = triton.cdiv(rows, gemm.block_rows)
     stride = rows // 2 if meta.gated else rows
-    sum_width = _sum_width(meta.group_size_w2, tensors["w2_words"].shape[3], columns)
+    sum_width = _inner_sum_width(meta.group_size_w2, tensors["w2_words"].shape[3])
     inner = torch.empty(aligned.sorted_slots.shape[0], stride, dtype=x.dtype, device=x.device)
     sums = torch.empty(inner.shape[0], tiles * columns // sum_width, dtype=torch.float32, device=x.device)
     asm = _asm(x.dtype)
@@ -210,7 +217,6 @@ def down(
     words = tensors["w2_words"]
     factors, factor_dtype = _factor_words(tensors["w2_factors"])
     rows, plane = words.shape[2], words.shape[3]
-    columns = config.gate_up.block_rows // 2 if meta.gated else config.gate_up.block_rows
     out = torch.empty(inner.shape[0], meta.hidden_size, dtype=inner.dtype, device=inner.device)
     asm = _asm(inner.dtype)
     form = _form(gemm, inner.dtype, meta.group_size_w2, plane)
@@ -224,7 +230,7 @@ def down(
         aligned.down_blocks,
         out,
         meta.num_experts,
-        SHAPE=(meta.intermediate_size, rows, meta.group_size_w2, plane, _sum_width(meta.group_size_w2, plane, columns)),
+        SHAPE=(meta.intermediate_size, rows, meta.group_size_w2, plane, _inner_sum_width(meta.group_size_w2, plane)),
         FACTOR_DTYPE=factor_dtype,
         X_STRIDE=inner.shape[1],
         X_SUMS=sums.shape[1],

@@ -1,0 +1,84 @@
+"""How the Triton backend chooses its launch configuration, and when it says that it cannot run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from vllm_ext.ops.moe import ExpertsMeta, backend_status
+from vllm_ext.ops.moe.dispatch import select_backend
+from vllm_ext.ops.moe.triton import backend, config
+
+META = ExpertsMeta("triton", 128, 2816, 704, 128, 64, True, "float", torch.bfloat16)
+TABLES = sorted((Path(config.__file__).parent / "configs").glob("*.json"))
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if device 0 were the GPU the shipped table was made on."""
+    monkeypatch.setattr(config, "_device_name", lambda index: "NVIDIA H200")
+    config.choose.cache_clear()
+
+
+def test_shipped_tables_hold_configurations_that_can_be_launched() -> None:
+    """A table's rows are read at every call: a bad one would fail in the middle of serving."""
+    assert TABLES
+    for path in TABLES:
+        for rows in json.loads(path.read_text(encoding="utf-8"))["shapes"].values():
+            assert rows
+            for key, entry in rows.items():
+                assert float(key) > 0
+                launch = config.LaunchConfig.from_json(entry)
+                assert config.LaunchConfig.from_json(launch.to_json()) == launch
+                for gemm in (launch.gate_up, launch.down):
+                    assert gemm.block_tokens in (16, 32, 64, 128)
+                    assert gemm.block_rows % 64 == 0
+                    assert gemm.scaling in ("sum", "operand")
+                    assert gemm.unroll >= 1
+                    assert gemm.row_tiles >= 1
+
+
+def test_small_batches_all_sum_in_one_order() -> None:
+    """Padding changes a batch's size: up to 16 slots an expert no row's bits may depend on it (case C08)."""
+    for path in TABLES:
+        for rows in json.loads(path.read_text(encoding="utf-8"))["shapes"].values():
+            for key, entry in rows.items():
+                launch = config.LaunchConfig.from_json(entry)
+                if float(key) <= 16:
+                    assert launch.gate_up.scaling == launch.down.scaling == "sum"
+
+
+def test_a_tuned_shape_takes_the_row_below_its_slots_an_expert(h200: None) -> None:
+    rows = config.load_table("NVIDIA H200")[config.shape_key(META, 8)]
+    keys = sorted(rows, key=float)
+    for key in keys:
+        tokens = round(float(key) * META.num_experts / 8)
+        assert config.choose(META, tokens, 8, False, 0) == config.LaunchConfig.from_json(rows[key])
+    above = config.LaunchConfig.from_json(rows[keys[-1]])
+    assert config.choose(META, 131072, 8, False, 0) == above
+
+
+def test_a_shape_without_a_table_takes_the_rule(h200: None) -> None:
+    unknown = ExpertsMeta("triton", 60, 2048, 1408, 128, 64, True, "float", torch.bfloat16)
+    for tokens in (1, 100, 5000):
+        assert config.choose(unknown, tokens, 4, False, 0) == config.rule(tokens * 4 / 60)
+
+
+def test_a_batch_invariant_call_is_launched_alike_at_every_size(h200: None) -> None:
+    assert len({config.choose(META, tokens, 8, True, 0) for tokens in (1, 8, 64, 4096, 131072)}) == 1
+
+
+def test_a_machine_without_cuda_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dispatcher falls back with this reason, and raises it when Triton is asked for by name."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    usable, reason = backend.usable(torch.device("cpu"))
+    assert not usable
+    assert "CUDA" in reason
+    with pytest.raises(RuntimeError, match="CUDA"):
+        select_backend("triton", torch.device("cpu"))
+    assert "triton" in [name for name, _, _ in backend_status()]
