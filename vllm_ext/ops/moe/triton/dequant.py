@@ -120,8 +120,9 @@ def scale_codes(
 def settle(acc, ASM: tl.constexpr):
     """The same accumulators, after the tensor core has written them.
 
-    Without a use of a product in its own iteration, Triton (seen in 3.6) lets it run on into the next iteration while
-    that one already overwrites the registers the tensor core reads its left operand from. Compiles to nothing else.
+    Without a use of a product in its own iteration, Triton 3.6 lets it run on into the next iteration, which already
+    overwrites the registers that the tensor core reads its left operand from (triton-lang/triton issue 9433; seen here
+    as results that change from run to run). The use costs a wait and no instruction.
     """
     if ASM:
         acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], tl.float32, True, 1)
