@@ -57,6 +57,11 @@ def ours(weight: torch.Tensor, group_size: int, *, kind: str | None, method: str
     return quantised.dequantize(torch.float32)
 
 
+def theirs(weight: torch.Tensor, group_size: int, *, method: Quantiser) -> torch.Tensor | None:
+    """A peer's quantiser and back; None where its groups would have to divide the columns and do not."""
+    return None if weight.shape[-1] % group_size else method(weight, group_size)
+
+
 def arms() -> list[Arm]:
     """Every combination of ours, and the peers where they apply."""
     found = []
@@ -64,10 +69,11 @@ def arms() -> list[Arm]:
         for kind in KINDS:
             for method in ("minmax", "hqq"):
                 found.append(Arm(method, groups, kind, partial(ours, kind=kind, method=method)))
-        found.append(Arm("HQQ (paper)", groups, "float", half_quadratic))
-        found.append(Arm("HQQ (package)", groups, "float", hqq_package))
-        found.append(Arm("clip search", groups, "int", clip_search))
-        found.append(Arm("clip search", groups, None, partial(clip_search, symmetric=True)))
+        found.append(Arm("HQQ (paper)", groups, "float", partial(theirs, method=half_quadratic)))
+        found.append(Arm("HQQ (package)", groups, "float", partial(theirs, method=hqq_package)))
+        found.append(Arm("clip search", groups, "int", partial(theirs, method=clip_search)))
+        symmetric = partial(clip_search, symmetric=True)
+        found.append(Arm("clip search", groups, None, partial(theirs, method=symmetric)))
     return found
 
 
@@ -79,17 +85,30 @@ def log_probabilities(model: LanguageModel, rows: torch.Tensor) -> torch.Tensor:
 
 def measure(size: Size, device: str) -> dict[str, Any]:
     """Train, run every arm, and return the results with a description of the machine."""
-    torch.backends.cuda.matmul.allow_tf32 = False
     start = time.monotonic()
     text, held_out = corpus(size.text_bytes)
     model, losses = train(size, text, device)
     trained = time.monotonic() - start
-    begin = torch.linspace(0, len(held_out) - size.sequence - 2, max(4, 200_000 // size.sequence)).long()
+    return {
+        "benchmark": "quantizer_quality",
+        "model": {**vars(size), "parameters": sum(p.numel() for p in model.parameters())},
+        "training_loss": losses,
+        "training_seconds": trained,
+        **evaluate(model, held_out, device),
+        "device": torch.cuda.get_device_name(0) if device != "cpu" else "cpu",
+        "machine": describe_machine(),
+    }
+
+
+def evaluate(model: LanguageModel, held_out: torch.Tensor, device: str) -> dict[str, Any]:
+    """Run every arm on `model`, whose weights are overwritten."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    sequence = model.size.sequence
+    begin = torch.linspace(0, len(held_out) - sequence - 2, max(4, 200_000 // sequence)).long()
     if device == "cpu":
         begin = begin[:: max(1, len(begin) // 96)]
-    rows = held_out[begin[:, None] + torch.arange(size.sequence + 1)].long().to(device)
+    rows = held_out[begin[:, None] + torch.arange(sequence + 1)].long().to(device)
     targets = rows[:, 1:, None]
-
     originals = [(shard, weight, weight.detach().bfloat16()) for shard, weight in model.expert_weights()]
     for _, weight, original in originals:
         weight.data.copy_(original)
@@ -104,16 +123,10 @@ def measure(size: Size, device: str) -> dict[str, Any]:
             results.append({**row, "loss_increase": row["loss"] - base_loss})
     print(file=sys.stderr)
     return {
-        "benchmark": "quantizer_quality",
-        "model": {**vars(size), "parameters": sum(p.numel() for p in model.parameters())},
         "expert_parameters": sum(weight.numel() for _, weight, _ in originals),
-        "training_loss": losses,
-        "training_seconds": trained,
         "held_out_positions": targets.numel(),
         "loss_bf16": base_loss,
         "rows": results,
-        "device": torch.cuda.get_device_name(0) if device != "cpu" else "cpu",
-        "machine": describe_machine(),
     }
 
 

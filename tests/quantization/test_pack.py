@@ -244,6 +244,19 @@ def test_models_without_experts_are_an_error(tmp_path, capsys):
     assert "ignored by pattern" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("format_name", ["w4a16-grouped", "compressed-tensors"])
+def test_sizes_the_format_cannot_store_are_told_before_anything_is_written(tmp_path, capsys, format_name):
+    weights = {
+        f"l.experts.{e}.{name}.weight": torch.randn((64, 7) if name == "down_proj" else (7, 64))
+        for e in range(2)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    }
+    source = made.write_checkpoint(tmp_path / "src", {}, [weights])
+    assert quantize(source, tmp_path / "packed", "--format", format_name) == 1
+    assert re.search(r"even number of columns, got 7|no multiple of 8 divides .* \[7, 64\]", capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
 def test_options_that_cannot_be_are_errors(checkpoint, tmp_path, capsys):
     source = checkpoint()
     for arguments, message in (

@@ -196,6 +196,8 @@ def _check_layer(projections: list[Projection]) -> None:
                 f"{projection.ref.file}: {projection.ref.name} is {projection.ref.dtype}; only FP16, BF16 and FP32 "
                 "experts can be quantised: start from the unquantised checkpoint"
             )
+        if 0 in projection.shape:
+            raise CheckpointError(f"{projection.module}: is empty, {projection.shape}")
         if shapes.setdefault(projection.name, projection.shape) != projection.shape:
             raise CheckpointError(
                 f"{projection.module}: shape {projection.shape} differs from the other experts' "

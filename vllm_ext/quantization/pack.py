@@ -37,7 +37,7 @@ from vllm_ext.quantization.tensor_file import reading
 
 MANIFEST = "vllm_ext_manifest.json"
 WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", *PICKLED)
-SPARE_BYTES = 64 << 20
+SPARE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)

@@ -245,6 +245,8 @@ def _assemble(
     shards = tuple(
         Shard(name, tuple(sorted(items, key=lambda item: item.position))) for name, items in sorted(by_file.items())
     )
+    for shard in shards:
+        shard.specs()  # what cannot be stored is found here, before anything is written
     warnings += [f"{path.name}: not in the index, left out" for path in checkpoint.stray]
     projections = sum(len(found) for found in layers.values())
     experts = sum(len({p.expert for p in found}) for found in layers.values())
