@@ -12,6 +12,7 @@ import hashlib
 import multiprocessing
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm_ext.benchmarks.moe_common import SHAPES, Shape, random_experts, relative_error, routings
@@ -76,7 +77,7 @@ class Built:
             )
         self.case = case
         self.weights = (w13, w2)
-        self.biases = (
+        self.biases: dict[str, Any] = (
             {
                 "w13_bias": torch.randn(shape.experts, 2 * shape.inter, device=device, dtype=case.dtype),
                 "w2_bias": torch.randn(shape.experts, shape.hidden, device=device, dtype=case.dtype),
@@ -133,7 +134,8 @@ def check(case: Case, device: torch.device) -> tuple[bool, str]:
     rows = slice(0, min(case.tokens, 128))
     error = relative_error(out[rows], built.call(reference, rows))
     poison(device)
-    same = torch.equal(out, built.call(experts))
+    # Several times: a race shows now and then.
+    same = all(torch.equal(out, built.call(experts)) for _ in range(5))
     untouched = torch.equal(ids, built.ids) and torch.equal(weights, built.topk_weights)
     passed = error <= TOLERANCE[case.dtype] and same and untouched
     seen = f"error {error:.2e}, rerun {'equal' if same else 'DIFFERS'}, ids {'kept' if untouched else 'WRITTEN'}"
@@ -143,9 +145,11 @@ def check(case: Case, device: torch.device) -> tuple[bool, str]:
         alone = fused_moe_w4a16(
             built.x[kept], experts, built.topk_weights[kept], built.ids[kept], activation=case.shape.activation
         )
-        equal = torch.equal(alone, out[kept]) if case.batch_invariant else relative_error(alone, out[kept]) < 5e-3
+        equal = torch.equal(alone, out[kept])
         passed = passed and zero and equal
-        seen += f", padded rows {'zero' if zero else 'NOT ZERO'}"
+        seen += (
+            f", padded rows {'zero' if zero else 'NOT ZERO'}, the others {'equal' if equal else 'DIFFER'} without them"
+        )
     if case.batch_invariant:
         alone = torch.cat([built.call(experts, slice(i, i + 1)) for i in (0, 1, 77, case.tokens - 1)])
         equal = torch.equal(alone, out[[0, 1, 77, case.tokens - 1]])
