@@ -147,14 +147,19 @@ def test_ignored_layers_stay_in_16_bits(answers):
 
 def test_the_count_is_logged_once_for_each_engine(answers, checkpoints):
     """C07: experts silently left in BF16. Fused 3-D checkpoints are counted like per-expert ones."""
-    lines = [
-        line for line in answers["bf16"]["log"].splitlines() if "w4a16-grouped:" in line and "routed experts" in line
-    ]
-    assert len(lines) == 9
+    logs = dict(zip(answers, answers["bf16"]["log"].split("engine_runner: ")[1:], strict=True))
+    lines = {
+        run: [line for line in log.splitlines() if "w4a16-grouped:" in line and "routed experts in" in line]
+        for run, log in logs.items()
+    }
     config = json.loads((Path(checkpoints["plain"]) / "config.json").read_text())
     layers, experts = config["num_hidden_layers"], config["num_experts"]
-    assert sum(f"{layers * experts} routed experts in {layers} layers" in line for line in lines) >= 7
-    assert sum(f"{(layers - 1) * experts} routed experts in {layers - 1} layers" in line for line in lines) == 1
+    assert lines["bf16"] == []
+    for run in ("at load", "at load, compiled", "packed", "compressed-tensors"):
+        assert len(lines[run]) == 1, run
+        assert f"{layers * experts} routed experts in {layers} layers" in lines[run][0]
+    assert f"{(layers - 1) * experts} routed experts in {layers - 1} layers" in lines["at load, first layer ignored"][0]
+    assert len(lines["fused"]) == 1
 
 
 @pytest.mark.parametrize(
