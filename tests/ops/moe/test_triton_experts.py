@@ -264,6 +264,11 @@ def test_masked_nibbles_are_the_numbers_the_form_says(backend: ModuleType, dtype
         activation = 2.0 ** (form.activation_exponent - (form.plane_step if odd else 0))
         product = (operand - form.offset * (16 if odd else 1)) * activation
         assert torch.equal(product, code.double() * 2.0**form.activation_exponent)
+        if scaling != "sum" and dtype == torch.bfloat16:
+            times = 16 if odd else 1
+            middle = -8 * times * 2.0 ** (form.scale_exponent - form.unit)
+            scaled = (bits.view(dtype).double() * 2.0**form.scale_exponent + middle) * activation
+            assert torch.equal(scaled, code.double() - 8)
     in_range = form.activation_exponent + form.scale_exponent - form.unit
     assert in_range == (0 if scaling != "sum" or dtype == torch.float16 else -63)
 
