@@ -90,6 +90,12 @@ GOOD = {"chip": "310p1", "num_heads": 16, "num_tokens": 4096}
         ({"seq_lens": [4000, 97]}, "seq_lens sum to 4097, num_tokens is 4096"),
         ({"seq_lens": [4097, -1]}, "seq_lens must be at least 0"),
         ({"seq_lens": []}, "seq_lens sum to 0"),
+        ({"seq_lens": 4096}, "seq_lens must be a sequence of whole numbers, got 4096"),
+        ({"seq_lens": "4096"}, "seq_lens must be a sequence of whole numbers, got '4096'"),
+        ({"seq_lens": b"4096"}, "seq_lens must be a sequence"),
+        ({"num_tokens": 2**63}, r"num_tokens must be at most 16777216, got 9223372036854775808; plan"),
+        ({"num_heads": 10**30}, "num_heads must be at most 65536, got 10+; plan"),
+        ({"num_heads": 65536, "seq_lens": [1000] * 4 + [96]}, "number of sequences must be at most 262144, got 327680"),
     ],
 )
 def test_bad_values_say_the_rule_and_the_number(change: dict[str, object], message: str) -> None:
@@ -124,6 +130,20 @@ def test_cut_heads_show_what_their_parts_repeat() -> None:
     assert plan.traffic.total_gm_bytes == plan.traffic.gm_bytes + tail.gm_bytes
     whole = make_plan("gdn", chip="310p1", num_heads=10, num_tokens=4096).traffic
     assert (whole.tail.gm_bytes, whole.tail.macs, whole.tail.device_bytes, whole.tail.l1_to_l0_bytes) == (0, 0, 0, 0)
+
+
+def test_a_chip_that_takes_any_layout_has_no_blocked_tiles() -> None:
+    """Products on a GPU used to be listed as blocked, though nothing there is."""
+    plan = make_plan("gdn", **{**GOOD, "chip": "h200"})  # type: ignore[arg-type]
+    assert set(plan.layouts.values()) == {"dense"}
+    assert plan.traffic.transforms == 0
+    assert "= 1" not in emit_header(plan).split("// Tiles in UB")[1].split("// tier")[0]
+
+
+def test_the_json_carries_the_plan() -> None:
+    plan = make_plan("kda", chip="310p1", num_heads=7, num_tokens=300, seq_lens=[170, 130])
+    assert json.loads(plan.to_json()) == plan.to_dict()
+    assert plan.to_dict()["seq_lens"] == [170, 130]
 
 
 def test_kda_reorders_where_the_operators_order_does_not_fit() -> None:

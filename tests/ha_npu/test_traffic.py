@@ -167,6 +167,16 @@ def test_a_stage_reads_what_an_earlier_one_stored() -> None:
     assert {name: size / KIB for name, size in moved.items()} == expected
 
 
+@pytest.mark.parametrize(("dim", "tiles"), [(64, 1), (96, 2), (128, 2), (160, 3), (208, 4)])
+def test_fla_covers_every_value_column(dim: int, tiles: int) -> None:
+    """Rounding down left columns out: three tiles of 69 for 208 columns, one of 96 where FLA's own take 64 at most."""
+    kernel = next(kernel for kernel in fla("gdn", 64, dim, CHIP).kernels if kernel.name == "h")
+    width = build_graph("gdn", head_dim=dim).split(kernel.column_tiles).tensors["v"].cols
+    assert kernel.column_tiles == tiles
+    assert width <= 64
+    assert tiles * width >= dim
+
+
 def test_a_kernels_graph_computes_its_part_of_the_whole() -> None:
     """Cut at FLA's stages and run one after another, the pieces give what the graph gives."""
     flow = fla("kda", 64, 128, CHIP)

@@ -10,7 +10,7 @@ from vllm_ext.ha_npu.allocator import Allocation, allocate
 from vllm_ext.ha_npu.chips import BUFFERS, Chip, load_chip
 from vllm_ext.ha_npu.dataflow import Dataflow, KernelTraffic, chunk_products, kernel_graph, kernel_traffic
 from vllm_ext.ha_npu.graph import Graph
-from vllm_ext.ha_npu.layout import DENSE, LayoutPlan, fixed_layout_cost, plan_layouts, vector_nodes
+from vllm_ext.ha_npu.layout import BLOCKED, DENSE, LayoutPlan, fixed_layout_cost, plan_layouts, vector_nodes
 from vllm_ext.ha_npu.lowering import FP16, FP32, STAGING_DEPTH, Program, lower
 from vllm_ext.ha_npu.products import ProductCounts, cheapest_product_order, count_products, operator_product_order
 from vllm_ext.ha_npu.reorder import best_order, operator_order
@@ -141,4 +141,5 @@ def tensor_layouts(plan: ChunkPlan) -> Mapping[str, str]:
     """The layout each tile is made in; without planning all vector steps are dense."""
     graph = plan.dataflow.graph
     steps = plan.layouts.steps if plan.layouts else dict.fromkeys(vector_nodes(graph), DENSE)
-    return {name: steps.get(name, "blocked") for name in graph.nodes if not graph.tensors[name].is_vector}
+    products = BLOCKED if plan.kernels[0].program.chip.blocked_operands else DENSE
+    return {name: steps.get(name, products) for name in graph.nodes if not graph.tensors[name].is_vector}

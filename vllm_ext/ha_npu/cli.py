@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,31 +54,49 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.check_paper:
-        # The comparison plans every configuration of the paper; the other commands need none of it.
-        from vllm_ext.ha_npu.paper import report
-
-        text, good = report()
-        print(text)
-        return 0 if good else 1
-    if args.op is None:
-        raise ValueError(f"name an operator ({', '.join(sorted(OPERATORS))}), or use --check-paper")
-    if args.compare:
-        print(compare(args))
+    asked = (args.plot, args.json, args.emit_header, args.compare or None)
+    if args.op is None and (not args.check_paper or any(value is not None for value in asked)):
+        raise ValueError(f"name an operator ({', '.join(sorted(OPERATORS))}), or use --check-paper alone")
+    streams = [args.json, args.emit_header].count("-")
+    if streams + (args.compare or args.check_paper) > 1 and streams:
+        raise ValueError("the terminal takes one of --json, --emit-header, --compare, --check-paper; name files")
+    if args.op is not None:
+        _outputs(args)
+    if not args.check_paper:
         return 0
-    plan = _plan(args, args.strategy)
-    if args.plot is not None:
-        from vllm_ext.ha_npu.plot import draw
+    # The comparison plans every configuration of the paper; the other commands need none of it.
+    from vllm_ext.ha_npu.paper import report
 
-        for path in draw(plan, Path(args.plot)):
-            print(path, file=sys.stderr)
+    text, good = report()
+    print(text)
+    return 0 if good else 1
+
+
+def _outputs(args: argparse.Namespace) -> None:
+    """Everything is made before anything is written, so that an error leaves no half of it."""
+    plan = _plan(args, args.strategy)
+    texts = []
     if args.json is not None:
-        _write(args.json, plan.to_json() + "\n")
+        texts.append((args.json, plan.to_json() + "\n"))
     if args.emit_header is not None:
-        _write(args.emit_header, emit_header(plan))
+        texts.append((args.emit_header, emit_header(plan)))
     if "-" not in (args.json, args.emit_header):
-        print(table(plan))
-    return 0
+        texts.append(("-", (compare(args) if args.compare else table(plan)) + "\n"))
+    if args.plot is not None:
+        _draw(plan, args.plot)
+    for target, text in texts:
+        _write(target, text)
+
+
+def _draw(plan: Plan, folder: str) -> None:
+    from vllm_ext.ha_npu.plot import draw
+
+    try:
+        paths = draw(plan, Path(folder))
+    except OSError as error:
+        raise OSError(f"cannot draw into folder {folder!r}: {error.strerror or error}") from error
+    for path in paths:
+        print(path, file=sys.stderr)
 
 
 def _plan(args: argparse.Namespace, strategy: str) -> Plan:
@@ -109,14 +126,26 @@ def _write(target: str, text: str) -> None:
     if target == "-":
         sys.stdout.write(text)
         return
-    path = Path(target)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        _write_file(Path(target).resolve(), text)
+    except OSError as error:
+        raise OSError(f"cannot write {target!r}: {error.strerror or error}") from error
+
+
+def _write_file(path: Path, text: str) -> None:
+    if path.exists() and not path.is_file():
+        # A device or a pipe is written to; replacing it would take it away. A folder refuses.
+        path.write_text(text, encoding="utf-8")
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("x", encoding="utf-8") as stream:
             stream.write(text)
-        os.replace(temporary, path)
+        if path.exists():
+            temporary.chmod(path.stat().st_mode)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

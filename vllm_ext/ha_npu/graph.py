@@ -50,12 +50,12 @@ class Tensor:
         return self.rows == 1 or self.cols == 1
 
     def split(self, parts: int) -> Tensor:
-        """The tile one of `parts` column parts works on."""
+        """The tile one of `parts` column parts works on, the widest of them if the columns do not divide evenly."""
         if self.value_axis is None:
             return self
         if self.value_axis == 0:
-            return replace(self, rows=self.rows // parts)
-        return replace(self, cols=self.cols // parts)
+            return replace(self, rows=-(-self.rows // parts))
+        return replace(self, cols=-(-self.cols // parts))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -163,7 +163,14 @@ class Plan:
         return json.dumps(self.to_dict(), indent=indent)
 
 
-def _whole_number(name: str, value: object, *, least: int = 1, multiple: int = 1) -> int:
+MAX_TOKENS = 2**24
+MAX_HEADS = 2**16
+MAX_SEQUENCE_HEADS = 2**18
+"""What is planned in seconds: the layout programme is linear in tokens, the mapping in heads times sequences. A head's
+number has 16 bits in the kernels' header."""
+
+
+def _whole_number(name: str, value: object, *, least: int = 1, most: int | None = None, multiple: int = 1) -> int:
     if isinstance(value, bool):
         raise ValueError(f"ha_npu: {name} must be a whole number, got {value!r}")
     try:
@@ -172,16 +179,21 @@ def _whole_number(name: str, value: object, *, least: int = 1, multiple: int = 1
         raise ValueError(f"ha_npu: {name} must be a whole number, got {value!r}") from None
     if number < least:
         raise ValueError(f"ha_npu: {name} must be at least {least}, got {number}")
+    if most is not None and number > most:
+        raise ValueError(f"ha_npu: {name} must be at most {most}, got {number}; plan a larger batch in parts")
     if number % multiple:
         raise ValueError(f"ha_npu: {name} must be a multiple of {multiple}, got {number}")
     return number
 
 
-def _sequences(num_tokens: object, seq_lens: Sequence[int] | None) -> tuple[int, ...]:
-    total = _whole_number("num_tokens", num_tokens)
+def _sequences(num_tokens: object, seq_lens: Sequence[int] | None, heads: int) -> tuple[int, ...]:
+    total = _whole_number("num_tokens", num_tokens, most=MAX_TOKENS)
     if seq_lens is None:
         return (total,)
+    if isinstance(seq_lens, (str, bytes)) or not isinstance(seq_lens, Iterable):
+        raise ValueError(f"ha_npu: seq_lens must be a sequence of whole numbers, got {seq_lens!r}")
     lengths = tuple(_whole_number("seq_lens", length, least=0) for length in seq_lens)
+    _whole_number("num_heads times the number of sequences", heads * len(lengths), least=0, most=MAX_SEQUENCE_HEADS)
     if sum(lengths) != total:
         raise ValueError(f"ha_npu: seq_lens sum to {sum(lengths)}, num_tokens is {total}")
     return lengths
@@ -215,17 +227,18 @@ def make_plan(
     head_dim    key and value dimension of a head, chunk_size tokens a chunk; both multiples of 16
     strategy    "ha-npu", "ha-npu-tuned" or a baseline: "fla", "fla-megakernel", "flash-qla", "vllm-ascend"
 
-    Raises ValueError on an unknown name, a value that is no positive whole number, or a head the chip cannot hold.
+    Raises ValueError on an unknown name, a value that is no positive whole number, a head the chip cannot hold, or more
+    than `MAX_HEADS` heads, `MAX_TOKENS` tokens or `MAX_SEQUENCE_HEADS` heads of all sequences together.
     """
     if not isinstance(op, str) or op not in OPERATORS:
         raise ValueError(f"ha_npu: unknown operator {op!r}; known: {', '.join(sorted(OPERATORS))}")
     if not isinstance(strategy, str) or strategy not in STRATEGIES:
         raise ValueError(f"ha_npu: unknown strategy {strategy!r}; known: {', '.join(STRATEGIES)}")
     target = load_chip(chip)
-    heads = _whole_number("num_heads", num_heads)
+    heads = _whole_number("num_heads", num_heads, most=MAX_HEADS)
     dim = _whole_number("head_dim", head_dim, least=TILE, multiple=TILE)
     chunk = _whole_number("chunk_size", chunk_size, least=TILE, multiple=TILE)
-    lengths = _sequences(num_tokens, seq_lens)
+    lengths = _sequences(num_tokens, seq_lens, heads)
 
     chunk_plan = plan_chunk(op, target.name, dim, chunk, strategy)
     work = _work(op, target.name, dim, chunk, strategy)

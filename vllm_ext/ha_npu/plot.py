@@ -1,25 +1,25 @@
-"""Pictures of a plan: who works when, what lies where, and how tiles flow."""
+"""Pictures of a plan: who works when, and what lies where; how tiles flow is in `plot_dataflow`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_ext.ha_npu.allocator import Allocation, allocate
-from vllm_ext.ha_npu.layout import BLOCKED, DENSE
+from vllm_ext.ha_npu.allocator import Allocation, Placement, allocate
 from vllm_ext.ha_npu.lowering import Program, lower
 from vllm_ext.ha_npu.mapping import CHUNKS, COLUMNS, WHOLE
 from vllm_ext.ha_npu.plan import Plan
+from vllm_ext.ha_npu.plot_dataflow import draw_dataflow
 from vllm_ext.ha_npu.reorder import best_order, operator_order
 
 KIB = 1024
 TIER_COLOURS = {WHOLE: "#4c78a8", COLUMNS: "#f58518", CHUNKS: "#54a24b"}
 TIER_LABELS = {WHOLE: "whole head", COLUMNS: "column part", CHUNKS: "chunk-head-chunk"}
-UNIT_COLOURS = {"matrix": "#4c78a8", "solve": "#b279a2", "vector": "#eeca3b", "input": "#d9d9d9"}
-LAYOUT_COLOURS = {DENSE: "#2f6f2f", BLOCKED: "#b3261e"}
 LABELLED_PIECES = 400
 LABELLED_CORES = 32
+CHARACTER_SHARE = 0.009
+"""Width of a character of a piece's label, as a share of the axis."""
 
 
 def draw(plan: Plan, folder: Path) -> list[Path]:
@@ -30,7 +30,7 @@ def draw(plan: Plan, folder: Path) -> list[Path]:
     try:
         import matplotlib
     except ImportError as error:
-        raise RuntimeError("vllm-ext plan --plot needs matplotlib: pip install matplotlib") from error
+        raise RuntimeError("pictures need matplotlib: pip install matplotlib") from error
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
     drawings = {"schedule": draw_schedule}
@@ -60,12 +60,13 @@ def draw_schedule(plan: Plan) -> Any:
     figure, (axis,) = _figure(11, height)
     labelled = len(mapping.pieces) <= LABELLED_PIECES and cores <= LABELLED_CORES
     several = len(plan.seq_lens) > 1
+    span = max(mapping.makespan, mapping.head_only_makespan) / 1e3
     for piece in mapping.pieces:
         start, length = piece.start / 1e3, (piece.end - piece.start) / 1e3
         colour = TIER_COLOURS[piece.tier]
         axis.barh(piece.core, length, left=start, height=0.85, color=colour, edgecolor="white", linewidth=0.5)
-        if labelled and length > 0.02 * mapping.makespan / 1e3:
-            text = f"{piece.sequence}:{piece.head}" if several else f"{piece.head}"
+        text = f"{piece.sequence}:{piece.head}" if several else f"{piece.head}"
+        if labelled and length > CHARACTER_SHARE * (len(text) + 1) * span:
             axis.text(start + length / 2, piece.core, text, ha="center", va="center", fontsize=7, color="white")
     handles = [_patch(TIER_COLOURS[tier], TIER_LABELS[tier]) for tier, names in mapping.tiers.items() if names]
     if mapping.head_only_makespan > mapping.makespan:
@@ -131,73 +132,34 @@ def _memory_map(axis: Any, program: Program, allocation: Allocation) -> None:
     from matplotlib.patches import Rectangle
 
     colours = colormaps["tab20"].colors
-    axis.add_patch(Rectangle((-0.6, 0), 1e3, program.static_bytes / KIB, color="#e0e0e0"))
-    axis.text(0, 2, "staging queue, row vectors, broadcast block", fontsize=7)
+    # The same tile has the same colour in every order.
+    colour_of = {name: colours[index % 20] for index, name in enumerate(sorted(program.graph.tensors))}
+    static = program.static_bytes / KIB
+    axis.add_patch(Rectangle((-0.6, 0), 1e3, static, color="#e0e0e0"))
+    axis.text(0, static / 2, ", ".join(program.static).replace("_", " "), va="center", fontsize=7)
     placements = [place for place in allocation.placements.values() if place.buffer == "ub"]
-    for index, place in enumerate(sorted(placements, key=lambda place: place.start)):
-        width, height = place.end - place.start + 0.9, place.nbytes / KIB
+    for place in placements:
+        width, height = _shown_end(place, placements) - place.start + 0.9, place.nbytes / KIB
         corner = (place.start - 0.45, place.offset / KIB)
-        axis.add_patch(Rectangle(corner, width, height, facecolor=colours[index % 20], edgecolor="white", alpha=0.75))
         name = place.item.split(":")[1]
-        axis.text(corner[0] + width / 2, corner[1] + height / 2, name, ha="center", va="center", fontsize=6)
+        axis.add_patch(Rectangle(corner, width, height, facecolor=colour_of[name], edgecolor="white", alpha=0.75))
+        text = axis.text(corner[0] + width / 2, corner[1] + height / 2, name, ha="center", va="center", fontsize=6)
+        text.set(zorder=5, path_effects=[_halo()])
 
 
-def _depths(plan: Plan) -> dict[str, int]:
-    graph = plan.chunk.dataflow.graph
-    depth = {tensor.name: 0 for tensor in graph.by_role("input", "state_in")}
-    for node in graph.nodes.values():
-        depth[node.name] = 1 + max(depth[name] for name in node.inputs)
-    return depth
+def _shown_end(place: Placement, others: Sequence[Placement]) -> int:
+    """An item's last step; the step before that if another takes its place in it."""
+    heirs = [
+        other
+        for other in others
+        if place.start < other.start == place.end
+        and place.offset < other.offset + other.nbytes
+        and other.offset < place.offset + place.nbytes
+    ]
+    return place.end - 1 if heirs else place.end
 
 
-def draw_dataflow(plan: Plan) -> Any:
-    """The graph of a chunk; edges show the layout a tile is used in, thick edges a transform."""
-    graph = plan.chunk.dataflow.graph
-    depth = _depths(plan)
-    columns: dict[int, list[str]] = {}
-    for name, level in depth.items():
-        columns.setdefault(level, []).append(name)
-    tallest = max(len(names) for names in columns.values())
-    spots = {
-        name: (level, (position + 0.5) * tallest / len(names))
-        for level, names in columns.items()
-        for position, name in enumerate(names)
-    }
-    figure, (axis,) = _figure(1.35 * (len(columns) + 1), 0.85 * tallest + 1)
-    transforms = set(plan.layout_plan.transforms) if plan.layout_plan else set()
-    for node in graph.nodes.values():
-        for source in node.inputs:
-            _edge(axis, plan, spots, source, node.name, transforms)
-    for name, spot in spots.items():
-        unit = graph.nodes[name].unit if name in graph.nodes else "input"
-        box = {"boxstyle": "round,pad=0.35", "facecolor": UNIT_COLOURS[unit], "edgecolor": "#444444"}
-        mark = "*" if any(tensor == name for tensor, _ in transforms) else ""
-        axis.text(*spot, name + mark, ha="center", va="center", fontsize=8, bbox=box, zorder=3)
-    handles = [_patch(colour, unit) for unit, colour in UNIT_COLOURS.items()]
-    handles += [_line(colour, f"{layout} tile") for layout, colour in LAYOUT_COLOURS.items()]
-    handles.append(_line("#bbbbbb", "row vector"))
-    axis.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncol=8, fontsize=8)
-    axis.set(xlim=(-0.6, len(columns) - 0.4), ylim=(tallest + 0.2, -0.2))
-    axis.axis("off")
-    count = f"; * transformed ({len(transforms)} a chunk)" if plan.layout_plan else ""
-    axis.set_title(f"{plan.strategy} {plan.op} on {plan.chip.name}: dataflow of a chunk{count}")
-    return figure
+def _halo() -> Any:
+    from matplotlib.patheffects import withStroke
 
-
-def _edge(
-    axis: Any,
-    plan: Plan,
-    spots: Mapping[str, tuple[float, float]],
-    source: str,
-    target: str,
-    transforms: set[tuple[str, str]],
-) -> None:
-    graph = plan.chunk.dataflow.graph
-    node = graph.nodes[target]
-    if graph.tensors[source].is_vector:
-        colour, width = "#bbbbbb", 0.8
-    else:
-        layout = BLOCKED if node.unit != "vector" else plan.layouts.get(target, DENSE)
-        colour, width = LAYOUT_COLOURS[layout], 2.6 if (source, layout) in transforms else 1.1
-    arrow = {"arrowstyle": "-|>", "color": colour, "linewidth": width, "shrinkA": 14, "shrinkB": 16}
-    axis.annotate("", xy=spots[target], xytext=spots[source], arrowprops=arrow, zorder=1)
+    return withStroke(linewidth=1.5, foreground="white")

@@ -57,7 +57,7 @@ def fla(op: str, chunk_size: int, head_dim: int, chip: Chip) -> Dataflow:
     """flash-linear-attention: one kernel a stage, states ahead of every chunk in FP16, T returned to the caller."""
     graph = build_graph(op, chunk_size=chunk_size, head_dim=head_dim)
     graph = _stored_as(graph, "fp16", "t", "p", "kt")
-    tiles = max(1, head_dim // FLA_TILE_COLUMNS)
+    tiles = -(-head_dim // FLA_TILE_COLUMNS)
     stages = {
         "gdn": (
             Kernel("cumsum", ("gc",)),
