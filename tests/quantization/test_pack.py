@@ -208,6 +208,51 @@ def test_fused_packed_experts_of_others_are_read(checkpoint, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_layers_left_in_16_bits_stay_so_through_both_formats(checkpoint, tmp_path):
+    """What one format lists module by module the other names by layer; a lost entry would fail at load."""
+    source = checkpoint("fused")
+    assert quantize(source, tmp_path / "theirs", "--format", "compressed-tensors", "--ignore", "layers.1") == 0
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())["quantization_config"]
+    assert "model.layers.1.experts.2.down_proj" in config["ignore"]
+    assert quantize(tmp_path / "theirs", tmp_path / "back") == 0
+    config = json.loads((tmp_path / "back" / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["model.layers.1.experts"]
+    name = "model.layers.1.experts.gate_up_proj"
+    assert torch.equal(tensors_of(tmp_path / "back")[name], tensors_of(source)[name])
+
+
+def test_checkpoints_with_one_group_a_row_are_converted(checkpoint, tmp_path):
+    """compressed-tensors' "channel" strategy: one scale a row is a group as wide as the row."""
+    source = tmp_path / "channel"
+    assert quantize(checkpoint(), tmp_path / "theirs", "--format", "compressed-tensors", "--symmetric") == 0
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    group = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    group["strategy"], group["group_size"] = "channel", None
+    tensors = tensors_of(tmp_path / "theirs")
+    tensors = {k: v[:, :1].clone() if k.endswith("weight_scale") else v for k, v in tensors.items()}
+    made.write_checkpoint(source, config, [tensors])
+    assert quantize(source, tmp_path / "back") == 0
+    scheme = Scheme.from_dict(json.loads((tmp_path / "back" / "config.json").read_text())["quantization_config"])
+    assert (scheme.group_size_w13, scheme.group_size_w2, scheme.symmetric) == (made.HIDDEN, made.INTER, True)
+    projection = next(iter(find_packed(Checkpoint.open(tmp_path / "back")).values()))[0].read()
+    assert projection.scale.shape[-1] == 1
+
+
+def test_four_bit_modules_beside_the_experts_are_refused(checkpoint, tmp_path, capsys):
+    """This format holds experts only; attention in 4 bits would be served as garbage."""
+    assert quantize(checkpoint(), tmp_path / "theirs", "--format", "compressed-tensors") == 0
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    tensors = tensors_of(tmp_path / "theirs")
+    tensors["model.layers.0.self_attn.k_proj.weight_packed"] = torch.zeros(8, 8, dtype=torch.int32)
+    made.write_checkpoint(tmp_path / "dense", config, [tensors])
+    assert quantize(tmp_path / "dense", tmp_path / "packed") == 1
+    assert "1 modules that are no routed experts are in 4 bits too" in capsys.readouterr().err
+    assert quantize(tmp_path / "theirs", tmp_path / "packed", "--ignore", "layers.0") == 1
+    assert "cannot bring its 16-bit experts back" in capsys.readouterr().err
+    assert quantize(tmp_path / "theirs", tmp_path / "packed", "--format", "compressed-tensors") == 1
+    assert "already packed as compressed-tensors" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [

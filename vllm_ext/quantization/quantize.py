@@ -12,7 +12,7 @@ METHODS = ("hqq", "minmax")
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # Elements in flight: what stays in a CPU core's cache, and what keeps a GPU's temporaries under half a GiB.
-CPU_BLOCK = 1 << 18
+CPU_BLOCK = 1 << 19
 DEVICE_BLOCK = 1 << 24
 
 
