@@ -1,8 +1,9 @@
 """Tokens per second of real vLLM on the CPU: the same model with its experts in BF16 and in 4 bits, in one run.
 
-Every arm runs in a process of its own, in the order A, B, C, C, B, A, so that a machine that slows down or warms up
-favours none; an arm's figure is the median over both of its processes. An arm whose log-probabilities of a fixed text
-stray from BF16's is refused: a fast wrong kernel has no speed.
+Every arm has an engine in a process of its own; all are loaded first and then take turns, A, B, C, C, B, A, ..., while
+the others are idle. A round compares each arm with the BF16 of the same round, so that other work on the machine, or a
+machine that slows down, favours none; the figures are medians over the rounds. An arm whose log-probabilities of a
+fixed text stray from BF16's is refused: a fast wrong kernel has no speed.
 
     python examples/smollm2_as_moe.py .demo/smollm2-moe
     vllm-ext bench serve-cpu --model .demo/smollm2-moe
@@ -13,10 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from vllm_ext.benchmarks.registry import describe_run, write_json
 
 RESULTS = Path(__file__).parent / "results" / "serve_cpu.json"
 STREAMS = (1, 8)
-REPEATS = 3
+MARK = "serve-cpu: "
 # Nats a token by which a 4-bit arm may miss BF16. Groups of 128 cost 0.12 on this text's kind; noise costs several.
 TOLERANCE = 0.4
 CHECKED_TEXT = (
@@ -44,88 +45,135 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_worker(model: Path, arm: str, new_tokens: int, target: Path) -> None:
-    """Measure one arm in this process and write what was seen to `target` as JSON."""
+def run_worker(model: Path, arm: str) -> None:
+    """Serve one arm: for each request, a line of JSON on standard input, answer with a line that begins with `MARK`."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(model=str(model), enforce_eager=True, max_model_len=1024, max_num_seqs=max(STREAMS), **ARMS[arm])
     scored = llm.generate([CHECKED_TEXT], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0]
     values = [next(iter(position.values())).logprob for position in scored.prompt_logprobs if position]
-    sampling = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
-    rates: dict[str, list[float]] = {}
-    for streams in STREAMS:
-        prompts = [PROMPT.format(number) for number in range(streams)]
-        llm.generate(prompts, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True), use_tqdm=False)
-        for _ in range(REPEATS):
-            start = time.perf_counter()
-            outputs = llm.generate(prompts, sampling, use_tqdm=False)
-            seconds = time.perf_counter() - start
-            tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-            rates.setdefault(str(streams), []).append(tokens / seconds)
-    target.write_text(json.dumps({"logprob": statistics.fmean(values), "tokens_per_second": rates}), encoding="utf-8")
+    print(MARK + json.dumps({"logprob": statistics.fmean(values)}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        prompts = [PROMPT.format(number) for number in range(request["streams"])]
+        sampling = SamplingParams(max_tokens=request["new_tokens"], temperature=0, ignore_eos=True)
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        print(MARK + json.dumps({"tokens_per_second": tokens / seconds}), flush=True)
 
 
-def run_arm(model: Path, arm: str, new_tokens: int) -> dict[str, Any]:
-    """Run `run_worker` in a fresh process. Raises RuntimeError with the output's end when it fails."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "seen.json"
-        command = [sys.executable, "-m", "vllm_ext.benchmarks.serve_cpu", "--model", str(model)]
-        command += ["--worker", arm, "--new-tokens", str(new_tokens), "--output", str(target)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            lines = (done.stdout + done.stderr).splitlines()
-            tail = "\n".join(([line for line in lines if "Error" in line] or lines)[-10:])
-            raise RuntimeError(f"serve-cpu: the arm {arm!r} failed (exit {done.returncode}):\n{tail}")
-        return json.loads(target.read_text(encoding="utf-8"))
+class Worker:
+    """A process that runs `run_worker`."""
 
-
-def check(seen: dict[str, list[dict[str, Any]]]) -> None:
-    """Raise RuntimeError when an arm does not compute the model: it must not be timed."""
-    base = seen["BF16"][0]["logprob"]
-    for arm, runs in seen.items():
-        for run in runs:
-            if not base - run["logprob"] < TOLERANCE:
-                raise RuntimeError(
-                    f"serve-cpu: {arm!r} gives the checked text {run['logprob']:.3f} nats a token, BF16 {base:.3f}: "
-                    f"more than {TOLERANCE} apart, so its speed means nothing"
-                )
-
-
-def measure(model: Path, new_tokens: int) -> dict[str, Any]:
-    """Run every arm twice and return medians, ratios to BF16 and the machine."""
-    order = [*ARMS, *reversed(ARMS)]
-    seen: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
-    for number, arm in enumerate(order, 1):
-        start = time.monotonic()
-        print(f"[{number}/{len(order)}] {arm}", end="", flush=True)
-        seen[arm].append(run_arm(model, arm, new_tokens))
-        check({name: runs for name, runs in seen.items() if runs})
-        print(f"  {time.monotonic() - start:.0f} s", flush=True)
-    rows = []
-    for arm, runs in seen.items():
-        samples = {s: [rate for run in runs for rate in run["tokens_per_second"][str(s)]] for s in STREAMS}
-        rows.append(
-            {
-                "arm": arm,
-                "logprob": runs[0]["logprob"],
-                "samples": samples,
-                "tokens_per_second": {s: statistics.median(values) for s, values in samples.items()},
-            }
+    def __init__(self, model: Path, arm: str) -> None:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        self.arm = arm
+        command = [sys.executable, "-m", "vllm_ext.benchmarks.serve_cpu", "--model", str(model), "--worker", arm]
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
-    base = rows[0]["tokens_per_second"]
-    for row in rows:
-        row["ratio"] = {s: rate / base[s] for s, rate in row["tokens_per_second"].items()}
+        try:
+            self.logprob = float(self._answer()["logprob"])
+        except BaseException:
+            self.close()
+            raise
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        errors: list[str] = []
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK))
+            if "Error" in line:
+                errors = [*errors[-9:], line.rstrip()]
+        raise RuntimeError(f"serve-cpu: the arm {self.arm!r} ended:\n" + "\n".join(errors))
+
+    def rate(self, streams: int, new_tokens: int) -> float:
+        """Tokens per second over `streams` sequences of `new_tokens` each. RuntimeError when the engine dies."""
+        assert self._process.stdin is not None
+        print(json.dumps({"streams": streams, "new_tokens": new_tokens}), file=self._process.stdin, flush=True)
+        return float(self._answer()["tokens_per_second"])
+
+    def close(self) -> None:
+        """End the engine: it stops when its requests end, and is killed with its own processes when it does not."""
+        try:
+            self._process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def check(logprobs: dict[str, float]) -> None:
+    """Raise RuntimeError when an arm does not compute the model: it must not be timed."""
+    base = logprobs["BF16"]
+    for arm, seen in logprobs.items():
+        if not base - seen < TOLERANCE:
+            raise RuntimeError(
+                f"serve-cpu: {arm!r} gives the checked text {seen:.3f} nats a token, BF16 {base:.3f}: "
+                f"more than {TOLERANCE} apart, so its speed means nothing"
+            )
+
+
+def take_turns(workers: list[Worker], rounds: int, new_tokens: int) -> dict[str, dict[int, list[float]]]:
+    """Tokens per second by arm and number of streams, one value a round."""
+    samples: dict[str, dict[int, list[float]]] = {worker.arm: {s: [] for s in STREAMS} for worker in workers}
+    for worker in workers:
+        for streams in STREAMS:
+            worker.rate(streams, 4)  # the first call of a shape pays for allocations
+    for number in range(rounds):
+        print(f"round {number + 1} of {rounds}", flush=True)
+        for streams in STREAMS:
+            for worker in workers if number % 2 == 0 else reversed(workers):
+                samples[worker.arm][streams].append(worker.rate(streams, new_tokens))
+    return samples
+
+
+def measure(model: Path, rounds: int, new_tokens: int) -> dict[str, Any]:
+    """Load every arm, check it, time it, and return medians, ratios to BF16 and the machine."""
+    workers: list[Worker] = []
+    try:
+        for number, arm in enumerate(ARMS, 1):
+            print(f"[{number}/{len(ARMS)}] loading {arm}", flush=True)
+            workers.append(Worker(model, arm))
+        logprobs = {worker.arm: worker.logprob for worker in workers}
+        check(logprobs)
+        samples = take_turns(workers, rounds, new_tokens)
+    finally:
+        for worker in workers:
+            worker.close()
+    rows = [
+        {
+            "arm": arm,
+            "logprob": logprobs[arm],
+            "samples": {str(s): values for s, values in by_streams.items()},
+            "tokens_per_second": {str(s): statistics.median(values) for s, values in by_streams.items()},
+            "ratio": {str(s): median_ratio(values, samples["BF16"][s]) for s, values in by_streams.items()},
+        }
+        for arm, by_streams in samples.items()
+    ]
     return {
         "benchmark": "serve-cpu",
         "model": "SmolLM2-135M-Instruct as 8 experts of 192",
         "mode": "eager",
         "new_tokens": new_tokens,
-        "order": order,
+        "rounds": rounds,
         "rows": rows,
         "machine": describe_run(),
     }
+
+
+def median_ratio(values: list[float], base: list[float]) -> float:
+    """The median over the rounds of an arm's rate to BF16's in the same round."""
+    return statistics.median(value / other for value, other in zip(values, base, strict=True))
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -146,7 +194,8 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="vllm-ext bench serve-cpu", description="vLLM's speed on the CPU, both ways.")
     parser.add_argument("--model", type=Path, default=Path(".demo/smollm2-moe"), help="the Mixtral-style checkpoint")
-    parser.add_argument("--new-tokens", type=int, default=64, help="tokens generated by each stream")
+    parser.add_argument("--new-tokens", type=int, default=48, help="tokens generated by each stream")
+    parser.add_argument("--rounds", type=int, default=10, help="times that every arm is measured")
     parser.add_argument("--output", type=Path, default=RESULTS, help="where to write the results (JSON)")
     parser.add_argument("--worker", choices=list(ARMS), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -155,10 +204,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: no model in {args.model}; {remedy}", file=sys.stderr)
         return 1
     if args.worker:
-        run_worker(args.model, args.worker, args.new_tokens, args.output)
+        run_worker(args.model, args.worker)
         return 0
     try:
-        results = measure(args.model, args.new_tokens)
+        results = measure(args.model, args.rounds, args.new_tokens)
     except RuntimeError as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1

@@ -1,0 +1,55 @@
+"""The serving benchmark: what it refuses, how it compares, and that README shows what was stored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from vllm_ext.benchmarks import serve_cpu
+
+
+def test_an_arm_that_computes_something_else_is_not_timed() -> None:
+    """A kernel that skips work is fast; NaN compares false with everything and must not slip through."""
+    serve_cpu.check({"BF16": -3.2, "4-bit": -3.4})
+    for wrong in (-9.8, float("nan")):
+        with pytest.raises(RuntimeError, match="its speed means nothing"):
+            serve_cpu.check({"BF16": -3.2, "4-bit": wrong})
+
+
+def test_rates_are_compared_within_a_round() -> None:
+    """When other work halves the machine's speed for two rounds of three, both arms are halved and the ratio stands."""
+    base, arm = [20.0, 10.0, 10.0], [30.0, 15.0, 15.0]
+    assert serve_cpu.median_ratio(arm, base) == 1.5
+
+
+def test_arms_take_turns_in_alternating_order() -> None:
+    """A,B,C then C,B,A: an arm that always came last would meet the warmest, or the most throttled, machine."""
+    calls: list[tuple[str, int]] = []
+
+    class Fake(serve_cpu.Worker):
+        def __init__(self, arm: str) -> None:
+            self.arm = arm
+
+        def rate(self, streams: int, new_tokens: int) -> float:
+            if new_tokens == 48:
+                calls.append((self.arm, streams))
+            return float(streams)
+
+    samples = serve_cpu.take_turns([Fake("A"), Fake("B")], rounds=2, new_tokens=48)
+    assert [arm for arm, streams in calls if streams == 1] == ["A", "B", "B", "A"]
+    assert samples["B"] == {1: [1.0, 1.0], 8: [8.0, 8.0]}
+
+
+def test_missing_model_names_the_command_that_makes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model is not in the repository."""
+    assert serve_cpu.main(["--model", str(tmp_path)]) == 1
+    assert "examples/smollm2_as_moe.py" in capsys.readouterr().err
+
+
+def test_readme_shows_the_stored_results() -> None:
+    """4-bit experts serve at least as fast as BF16 at every number of streams, and README shows the file's figures."""
+    results = json.loads(serve_cpu.RESULTS.read_text())
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert serve_cpu.markdown(results) in readme
+    assert all(ratio >= 1 for row in results["rows"] for ratio in row["ratio"].values())
