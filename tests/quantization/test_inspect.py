@@ -15,6 +15,7 @@ from vllm_ext.quantization.inspection import inspect_checkpoint
 from vllm_ext.quantization.layouts import find_experts
 from vllm_ext.quantization.pack import pack_checkpoint
 from vllm_ext.quantization.packed_source import find_packed
+from vllm_ext.quantization.tensor_file import CheckpointError
 
 
 @pytest.fixture
@@ -58,6 +59,32 @@ def test_the_error_is_that_of_the_weights(pair):
     assert set(reports[2].errors.values()) == {0.0}
 
 
+def test_layers_are_in_their_own_order_whatever_they_are_stored_in(checkpoint, tmp_path):
+    source, packed = checkpoint("fused", layers=3), tmp_path / "packed"
+    pack_checkpoint(source, packed, Scheme(32, 16, ignore=("layers.1",)), progress=False)
+    reports = inspect_checkpoint(packed, source)
+    assert [(report.name, report.bits) for report in reports] == [
+        (f"model.layers.{i}.experts", bits) for i, bits in enumerate((4, 16, 4))
+    ]
+
+
+@pytest.mark.parametrize(("changed", "message"), [(0, "has no"), (1, "lacks 9 projections")])
+def test_experts_that_one_checkpoint_lacks_are_named(pair, changed, message):
+    """A layer that packing lost would otherwise be a shorter table."""
+    shard = pair[changed] / "model-00003-of-00003.safetensors"
+    index = pair[changed] / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    left = {name: value for name, value in load_file(shard).items() if ".experts." not in name}
+    save_file({**left, "kept": torch.zeros(1)}, shard)
+    content["weight_map"] = {
+        name: file for name, file in content["weight_map"].items() if file != shard.name or name in left
+    }
+    content["weight_map"]["kept"] = shard.name
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=rf"{message}.*model\.layers\.2\.experts\.0"):
+        inspect_checkpoint(pair[1], pair[0])
+
+
 def test_the_command_prints_a_table_and_draws(pair, tmp_path, capsys):
     source, packed = pair
     picture = tmp_path / "error.png"
@@ -74,6 +101,11 @@ def test_errors_are_told(pair, tmp_path, capsys):
     source, packed = pair
     assert inspect_main([str(packed), "--plot", str(tmp_path / "x.png")]) == 1
     assert "--against" in capsys.readouterr().err
+    for name, told in (("x.xyz", "draws .png"), ("nowhere/x.png", "no such folder")):
+        assert inspect_main([str(packed), "--against", str(source), "--plot", str(tmp_path / name)]) == 1
+        output = capsys.readouterr()
+        assert told in output.err
+        assert output.out == ""
     assert inspect_main([str(tmp_path / "nowhere")]) == 1
     assert "no such folder" in capsys.readouterr().err
     assert inspect_main([str(source), "--against", str(source / "extra")]) == 1

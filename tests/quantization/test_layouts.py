@@ -115,8 +115,11 @@ def test_contradictions_are_errors_that_name_the_layer(tmp_path):
 def test_experts_in_an_unknown_layout_are_reported(tmp_path):
     """Left in 16 bits, but never silently."""
     weights = made.per_expert("layers.0.mlp", made.expert_weights(0), ("gate_proj", "up_proj", "down_proj"))
-    weights["layers.1.block_sparse_moe.input_linear.weight"] = torch.zeros(3, 8, 8)
-    assert find_experts(one_file(tmp_path, weights)).unknown == ("layers.1.block_sparse_moe.input_linear.weight",)
+    strange = {
+        "layers.1.block_sparse_moe.input_linear.weight": torch.zeros(3, 8, 8),
+        "layers.2.mlp.experts.0.linear_fc1.weight": torch.zeros(8, 8),
+    }
+    assert set(find_experts(one_file(tmp_path, {**weights, **strange})).unknown) == set(strange)
 
 
 @pytest.mark.parametrize(

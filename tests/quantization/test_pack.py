@@ -390,6 +390,47 @@ def test_resuming_a_complete_run_verifies_it(checkpoint, tmp_path, capsys):
     assert json.loads((packed / MANIFEST).read_text())["format"] == "w4a16-grouped"
 
 
+@pytest.mark.parametrize("changed", [("--symmetric",), ("--format", "compressed-tensors")])
+def test_resuming_a_complete_run_with_other_options_is_refused(checkpoint, tmp_path, capsys, changed):
+    """It said "already complete" and left the other packing in place."""
+    source, packed = checkpoint("per_expert"), tmp_path / "packed"
+    assert quantize(source, packed) == 0
+    assert quantize(source, packed, "--resume", *changed) == 1
+    assert "packed with other options" in capsys.readouterr().err
+
+
+def test_a_link_does_not_lead_into_the_source(checkpoint, tmp_path, capsys):
+    source, link = checkpoint("per_expert"), tmp_path / "link"
+    link.symlink_to(source)
+    before = contents(source)
+    assert quantize(source, link / "packed") == 1
+    assert "lies inside the source" in capsys.readouterr().err
+    assert contents(source) == before
+
+
+def test_a_source_in_the_place_of_the_work_is_not_taken_over(checkpoint, tmp_path, capsys):
+    """`DST.partial` is removed at the end of a run: it must not be the checkpoint itself."""
+    source = checkpoint("per_expert").rename(tmp_path / "model.partial")
+    before = contents(source)
+    assert quantize(source, tmp_path / "model", "--resume") == 1
+    assert "holds the source" in capsys.readouterr().err
+    assert contents(source) == before
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_folder_of_somebody_else_is_neither_used_nor_removed(checkpoint, tmp_path, capsys, complete):
+    source, packed = checkpoint("per_expert"), tmp_path / "packed"
+    if complete:
+        assert quantize(source, packed) == 0
+    precious = tmp_path / "packed.partial" / "notes"
+    precious.parent.mkdir()
+    precious.write_text("mine")
+    assert quantize(source, packed, "--resume") == (0 if complete else 1)
+    if not complete:
+        assert "holds notes; move it away" in capsys.readouterr().err
+    assert precious.read_text() == "mine"
+
+
 def test_two_runs_cannot_pack_the_same_destination(checkpoint, tmp_path):
     fcntl = pytest.importorskip("fcntl")
     source = checkpoint()
@@ -412,6 +453,22 @@ def test_a_full_disk_is_told_and_resumed(checkpoint, tmp_path, capfd):
     assert made.exit_status(made.forked(limited)) == 1
     error = capfd.readouterr().err
     assert "cannot be written: " + os.strerror(errno.EFBIG) in error
+    assert "raise the limit, then run with --resume" in error
+    assert not packed.exists()
+    assert quantize(source, packed, "--resume") == 0
+
+
+def test_a_disk_that_fills_meanwhile_says_to_make_room(checkpoint, tmp_path, monkeypatch, capsys):
+    source, packed = checkpoint("per_expert"), tmp_path / "packed"
+
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        assert quantize(source, packed) == 1
+    error = capsys.readouterr().err
+    assert os.strerror(errno.ENOSPC) in error
     assert "make room, then run again with --resume" in error
     assert not packed.exists()
     assert quantize(source, packed, "--resume") == 0

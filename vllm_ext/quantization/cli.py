@@ -16,6 +16,7 @@ from vllm_ext.quantization.quantize import METHODS, ZERO_POINTS
 from vllm_ext.quantization.scheme import QUANT_METHOD, Scheme
 
 FAILED, INTERRUPTED = 1, 130
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def quantize_main(argv: Sequence[str]) -> int:
@@ -138,6 +139,11 @@ def _inspect_parser() -> argparse.ArgumentParser:
 def _inspect(options: argparse.Namespace) -> None:
     if options.plot is not None and options.against is None:
         raise ValueError("--plot shows errors: give the 16-bit checkpoint with --against")
+    if options.plot is not None:
+        if options.plot.suffix.lower() not in PICTURES:
+            raise ValueError(f"--plot {options.plot}: draws {', '.join(PICTURES)}")
+        if not options.plot.absolute().parent.is_dir():
+            raise ValueError(f"--plot {options.plot}: no such folder")
     bar: Progress | None = None
 
     def tick(done: int, total: int) -> None:

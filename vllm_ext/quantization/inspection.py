@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from vllm_ext.quantization.checkpoint import Checkpoint
-from vllm_ext.quantization.layouts import Projection, find_experts
+from vllm_ext.quantization.layouts import Projection, find_experts, natural
 from vllm_ext.quantization.packed import SCALE, ZERO_POINT
 from vllm_ext.quantization.packed_source import PackedProjection, find_packed
 from vllm_ext.quantization.tensor_file import CheckpointError
@@ -43,14 +44,17 @@ def inspect_checkpoint(
     """Reports of every layer of routed experts in `folder`, packed or not, compared with those in `against`.
 
     `tick(done, total)` is told of progress in bytes. Raises CheckpointError when there are no routed experts, or when
-    `against` lacks one.
+    one checkpoint has experts that the other lacks.
     """
     layers = _experts(folder)
     reference = {} if against is None else {p.module: p for found in _experts(against).values() for p in found}
+    present = {p.module for found in layers.values() for p in found}
+    if lost := [module for module in reference if module not in present]:
+        raise CheckpointError(f"{folder}: lacks {len(lost)} projections that {against} has, first {lost[0]}")
     total = sum(p.nbytes for found in layers.values() for p in found)
     done = 0
     reports = []
-    for name, found in layers.items():
+    for name, found in sorted(layers.items(), key=lambda item: natural(item[0])):
         found.sort(key=lambda projection: (projection.expert, projection.shard == "w2", projection.name))
         squares: dict[str, list[float]] = {}
         for projection in found:
@@ -177,14 +181,17 @@ def plot_errors(reports: Sequence[LayerReport], path: Path) -> None:
     if not names:
         raise ValueError("inspect: --plot shows errors: give the 16-bit checkpoint with --against")
     figure, axes = pyplot.subplots(figsize=(max(6.0, 0.22 * len(reports) + 3), 4), layout="constrained")
-    for name in names:
-        axes.plot([report.errors.get(name) for report in reports], marker="o", markersize=3, label=name)
+    # Gate and up are often equal to the eye: open markers of different sizes keep both in sight.
+    for i, name in enumerate(names):
+        values = [report.errors.get(name, math.nan) for report in reports]
+        axes.plot(values, marker="osD^"[i % 4], markersize=9 - 2 * min(i, 3), fillstyle="none", label=name)
     step = max(1, len(reports) // 24)
     positions = list(range(0, len(reports), step))
     axes.set_xticks(positions, [_short(reports[i].name) for i in positions])
     axes.set_xlabel("layer")
     axes.set_ylabel("relative RMS error of the experts' weights")
-    axes.set_ylim(bottom=0)
+    highest = max(error for report in reports for error in report.errors.values())
+    axes.set_ylim(0, 1.15 * highest or 1)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

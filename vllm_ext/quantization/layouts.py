@@ -83,7 +83,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class Experts:
-    """The routed experts of a checkpoint: projections by layer, names left out as copies of tied ones, and 3-D weights
+    """The routed experts of a checkpoint: projections by layer, names left out as copies of tied ones, and weights
     that look like experts but are in no known layout."""
 
     layers: dict[str, list[Projection]]
@@ -102,6 +102,8 @@ def find_experts(checkpoint: Checkpoint) -> Experts:
             found = list(_per_expert(per_expert, ref))
             if found:
                 layers.setdefault(per_expert["layer"], []).extend(found)
+            elif len(ref.shape) > 1:
+                unknown.append(name)
         elif whole and len(ref.shape) == 3 and is_routed_experts(whole["layer"]):
             fused.setdefault(whole["layer"], {})[whole["projection"]] = ref
         elif len(ref.shape) == 3 and ("expert" in name or "moe" in name) and name.endswith(("weight", "proj")):

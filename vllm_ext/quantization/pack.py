@@ -81,15 +81,19 @@ def pack_checkpoint(
     if jobs > 1 and ray_address is not None:
         raise ValueError("quantize: --jobs and --ray exclude each other")
     source, destination = source.resolve(), Path(os.path.abspath(destination))
+    # Links in the way to the destination may lead into the source; a link in its place is found to exist, below.
+    destination = destination.parent.resolve() / destination.name
+    workplace = Workplace(destination.with_name(destination.name + ".partial"))
     device = _device(device)
     if destination == source or source in destination.parents:
         raise ValueError(f"quantize: {destination} lies inside the source, which is never touched")
+    if workplace.root.resolve() in (source, *source.parents):
+        raise ValueError(f"quantize: {workplace.root} is where the work would be done, and holds the source: rename it")
     plan = make_plan(Checkpoint.open(source), scheme or Scheme(), format_name)
     for text in plan.warnings:
         warn(text)
     if destination.exists() or destination.is_symlink():
-        return _already_there(plan, destination, resume)
-    workplace = Workplace(destination.with_name(destination.name + ".partial"))
+        return _already_there(plan, destination, workplace, resume)
     options = _options(plan, device)
     with _prepared(workplace, options, resume):
         finished = _finished(plan, workplace) if resume else {}
@@ -145,18 +149,23 @@ def _options(plan: Plan, device: str) -> dict[str, Any]:
     return {"format": plan.format, "scheme": plan.scheme.to_dict(), "device": device, "writer": 1}
 
 
-def _already_there(plan: Plan, destination: Path, resume: bool) -> Result:
+def _already_there(plan: Plan, destination: Path, workplace: Workplace, resume: bool) -> Result:
     manifest = destination / MANIFEST
     if not (resume and manifest.is_file()):
         raise PackError(f"{destination}: exists; choose another destination or remove it")
     files = read_json(manifest).get("files", {})
     if set(files) != {shard.name for shard in plan.shards}:
         raise PackError(f"{destination}: exists and was packed from another checkpoint; choose another destination")
+    if read_json(destination / CONFIG).get("quantization_config") != plan.config["quantization_config"]:
+        raise PackError(
+            f"{destination}: exists and was packed with other options; repeat them, or choose another destination"
+        )
     for name, entry in files.items():
         path = destination / name
         if not path.is_file() or path.stat().st_size != entry["size"] or file_sha256(path) != entry["sha256"]:
             raise PackError(f"{path}: damaged since it was written; remove {destination} and pack again")
-    shutil.rmtree(destination.with_name(destination.name + ".partial"), ignore_errors=True)
+    if not workplace.foreign():
+        shutil.rmtree(workplace.root, ignore_errors=True)
     total = sum(entry["size"] for entry in files.values())
     return Result(plan, sum(s.source_bytes for s in plan.shards), total, len(files), None, complete_before=True)
 
@@ -167,6 +176,8 @@ def _prepared(workplace: Workplace, options: dict[str, Any], resume: bool) -> It
     root, saved = workplace.root, workplace.state / "options.json"
     if root.exists() and not resume:
         raise PackError(f"{root}: left by a run that did not finish; go on with --resume, or remove it")
+    if foreign := workplace.foreign():
+        raise PackError(f"{root}: is not the work of `vllm-ext quantize`, it holds {foreign[0]}; move it away")
     with writing(root):
         workplace.out.mkdir(parents=True, exist_ok=True)
         workplace.state.mkdir(exist_ok=True)

@@ -25,7 +25,7 @@ from vllm_ext.quantization.slicing import regroup
 from vllm_ext.quantization.tensor_file import TensorFileWriter
 from vllm_ext.quantization.weight import QuantizedWeight
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 HASH_BYTES = 1 << 20
 REPORT_SECONDS = 0.2
 
@@ -70,6 +70,8 @@ def writing(path: Path) -> Iterator[None]:
         if error.errno in FULL:
             free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
             remedy = f"{free / 1e9:.2f} GB are free: make room, then run again with --resume"
+        elif error.errno == errno.EFBIG:
+            remedy = "the file system or `ulimit -f` allows no file as large: raise the limit, then run with --resume"
         raise PackError(f"{path}: cannot be written: {error.strerror or error}; {remedy}") from error
 
 
@@ -130,6 +132,12 @@ class Workplace:
     def counter(self, shard: str) -> Path:
         """Where a worker says how many source bytes it has read."""
         return self.state / f"{shard}.bytes"
+
+    def foreign(self) -> list[str]:
+        """Names in an existing `root` that no run puts there: the folder is somebody else's."""
+        if not self.root.is_dir():
+            return [self.root.name] if self.root.exists() else []
+        return sorted({path.name for path in self.root.iterdir()} - {self.out.name, self.state.name})
 
 
 def pack_shard(

@@ -130,9 +130,10 @@ def _plan_sixteen_bit(checkpoint: Checkpoint, scheme: Scheme, format_name: str) 
     layers = {layer: found for layer, found in experts.layers.items() if not scheme.ignores(layer)}
     if not layers:
         ignored = f"; ignored by pattern: {sorted(experts.layers)[:4]}" if experts.layers else ""
+        unknown = f"; in no known layout: {list(experts.unknown[:4])}" if experts.unknown else ""
         raise CheckpointError(
-            f"{checkpoint.folder}: no routed experts found to quantise{ignored}. The scheme is for mixture-of-experts "
-            "models whose weights are named `...experts...`"
+            f"{checkpoint.folder}: no routed experts found to quantise{ignored}{unknown}. The scheme is for "
+            "mixture-of-experts models whose weights are named `...experts...`"
         )
     modules = [*experts.layers, *(name.rpartition(".")[0] for name in checkpoint.tensors)]
     warnings = [f"ignore pattern {pattern!r} matches nothing" for pattern in unmatched(scheme.ignore, modules)]
