@@ -18,7 +18,7 @@ def register_quantization(quantization: Any) -> None:
 
 
 def wrap_load_model(base_loader: Any) -> None:
-    """Check a model right after every loader has filled it: the first moment at which all layers are known."""
+    """Look at what a loader will read, and check the model once it is filled: the first moment all layers are known."""
     cls = base_loader.BaseModelLoader
     if getattr(cls, _MARK, False):
         return
@@ -26,15 +26,28 @@ def wrap_load_model(base_loader: Any) -> None:
 
     @functools.wraps(load_model)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        model = load_model(self, *args, **kwargs)
         call = {**dict(zip(("vllm_config", "model_config"), args, strict=False)), **kwargs}
+        target = call["model_config"] is call["vllm_config"].model_config
+        if target:
+            self.load_config = before_load(call["vllm_config"], self.load_config)
+        model = load_model(self, *args, **kwargs)
         # A speculative draft is loaded the same way, and may well have neither experts nor linear attention.
-        if call["model_config"] is call["vllm_config"].model_config:
+        if target:
             after_load(call["vllm_config"], model)
         return model
 
     cls.load_model = wrapped
     setattr(cls, _MARK, True)
+
+
+def before_load(vllm_config: Any, load_config: Any) -> Any:
+    """The loader's configuration: a packed checkpoint is kept to safetensors."""
+    from vllm_ext.model_executor.quantization import W4A16GroupedConfig
+
+    config = getattr(vllm_config, "quant_config", None)
+    if isinstance(config, W4A16GroupedConfig):
+        return config.safetensors_only(load_config)
+    return load_config
 
 
 def after_load(vllm_config: Any, model: Any) -> None:

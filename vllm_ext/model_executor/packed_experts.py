@@ -140,12 +140,12 @@ class PackedExpertsLoader:
 
     def _store(self, expert: int, shard_id: str, tensors: Mapping[str, torch.Tensor], module: str) -> None:
         whole = self.packed.read(module, tensors, shard_id)
-        expected = (self.hidden_size, None) if shard_id == "w2" else (None, self.hidden_size)
-        for dim, size in enumerate(expected):
-            if size is not None and whole.shape[dim] != size:
-                raise ValueError(
-                    f"{module}: the checkpoint's projection is {tuple(whole.shape)}, the layer's hidden size is {size}"
-                )
+        intermediate = self.intermediate_size * self.layer.moe_config.moe_parallel_config.tp_size
+        expected = (self.hidden_size, intermediate) if shard_id == "w2" else (intermediate, self.hidden_size)
+        if tuple(whole.shape) != expected:
+            raise ValueError(
+                f"{module}: the checkpoint's projection is {tuple(whole.shape)}, config.json makes it {expected}"
+            )
         dim = 1 if shard_id == "w2" else 0
         part = slice_quantized(whole, dim, self.start, self.intermediate_size)
         first = self.intermediate_size if shard_id == "w3" else 0

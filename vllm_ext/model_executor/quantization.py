@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from vllm_ext.quantization import QUANT_METHOD, Scheme
 from vllm_ext.quantization.names import is_ignored
 
 logger = logging.getLogger("vllm.vllm_ext.quantization")
+PICKLED_FORMATS = ("pt", "npcache")
 
 
 class W4A16GroupedConfig(QuantizationConfig):
@@ -114,6 +116,25 @@ class W4A16GroupedConfig(QuantizationConfig):
         """Whether a pattern matches, written in vLLM's names or in the checkpoint's."""
         renamed = self.mapper.apply_list(list(patterns)) if self.mapper is not None else ()
         return is_ignored(prefix, (*patterns, *renamed))
+
+    def safetensors_only(self, load_config: Any) -> Any:
+        """`load_config` by which a packed checkpoint is read from safetensors alone; vLLM would fall back to pickles,
+        which run code when read.
+
+        Raises ValueError when the user asks for pickles by `load_format`.
+        """
+        if self.packed is None:
+            return load_config
+        if load_config.load_format in PICKLED_FORMATS:
+            raise ValueError(
+                f"{QUANT_METHOD}: packed checkpoints are safetensors, and load_format {load_config.load_format!r} "
+                "reads pickles; drop --load-format"
+            )
+        if load_config.load_format in ("auto", "hf"):
+            # A copy: a speculative draft is loaded by the same configuration, and may be anything.
+            load_config = copy.copy(load_config)
+            load_config.load_format = "safetensors"
+        return load_config
 
     def check_loaded(self, model: torch.nn.Module) -> None:
         """Raise ValueError unless every routed expert of a freshly loaded model is in 4 bits."""

@@ -1,0 +1,98 @@
+"""What a packed checkpoint may be read from, and what of it fits a layer."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from vllm_ext.model_executor.packed_experts import PackedExpertsLoader, PackedFormat
+from vllm_ext.quantization import Scheme, packed, quantize_weight
+
+HIDDEN, INTER = 64, 48
+
+
+def loader(tp_rank: int, tp_size: int) -> PackedExpertsLoader:
+    parallel = types.SimpleNamespace(tp_rank=tp_rank, tp_size=tp_size)
+    layer = torch.nn.Module()
+    layer.moe_config = types.SimpleNamespace(moe_parallel_config=parallel)
+    layer._map_global_expert_id_to_local_expert_id = lambda expert: expert
+    made = PackedExpertsLoader(
+        layer=layer,
+        prefix="layers.3.mlp.experts",
+        packed=PackedFormat.from_config(Scheme(32, 32).to_dict()),
+        num_experts=1,
+        hidden_size=HIDDEN,
+        intermediate_size=INTER // tp_size,
+        gated=True,
+        dtype=torch.bfloat16,
+    )
+    for shard, (rows, columns, group) in {
+        "w13": (2 * INTER // tp_size, HIDDEN, made.group_w13),
+        "w2": (HIDDEN, INTER // tp_size, made.group_w2),
+    }.items():
+        groups = -(-columns // group)
+        for role, width, dtype in (
+            (packed.CODES, columns // 2, torch.uint8),
+            (packed.SCALE, groups, torch.bfloat16),
+            (packed.ZERO_POINT, groups, torch.bfloat16),
+        ):
+            tensor = torch.empty(1, rows, width, dtype=dtype)
+            layer.register_parameter(f"{shard}_{role}", torch.nn.Parameter(tensor, requires_grad=False))
+    return made
+
+
+def arrive(made: PackedExpertsLoader, shard: str, weight: torch.Tensor) -> None:
+    for name, tensor in packed.to_tensors("m", quantize_weight(weight, 32)).items():
+        made.load(torch.nn.Parameter(torch.empty(0)), tensor, name, shard, 0)
+
+
+def projections() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"w1": (INTER, HIDDEN), "w3": (INTER, HIDDEN), "w2": (HIDDEN, INTER)}
+    return {shard: torch.randn(shape, generator=generator).bfloat16() for shard, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_each_rank_dequantises_what_one_rank_would(tp_size):
+    """48 columns in groups of 32 over two ranks: the second rank begins inside the first group."""
+    weights = projections()
+    exact = {shard: quantize_weight(weight, 32).dequantize(torch.float32) for shard, weight in weights.items()}
+    local = INTER // tp_size
+    for rank in range(tp_size):
+        made = loader(rank, tp_size)
+        for shard, weight in weights.items():
+            arrive(made, shard, weight)
+        w13, w2 = (weight.dequantize(torch.float32)[0] for weight in made.take())
+        mine = slice(rank * local, (rank + 1) * local)
+        assert torch.equal(w13, torch.cat((exact["w1"][mine], exact["w3"][mine])))
+        assert torch.equal(w2, exact["w2"][:, mine])
+
+
+@pytest.mark.parametrize(("shard", "shape"), [("w2", (HIDDEN, 96)), ("w1", (96, HIDDEN)), ("w3", (INTER, 128))])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_projections_of_another_size_are_refused(shard, shape, tp_size):
+    """A checkpoint wider than config.json says lost its last columns without a word."""
+    with pytest.raises(ValueError, match=rf"layers\.3\.mlp\.experts\.0\.{shard}.*{shape[0]}, {shape[1]}.*config\.json"):
+        arrive(loader(tp_size - 1, tp_size), shard, torch.ones(shape, dtype=torch.bfloat16))
+
+
+@pytest.mark.vllm
+def test_packed_checkpoints_are_never_unpickled():
+    """vLLM reads `*.bin` where a folder has no safetensors, and a pickle runs code."""
+    from vllm_ext.model_executor.hooks import before_load
+    from vllm_ext.model_executor.quantization import W4A16GroupedConfig
+
+    def formats(packed_config: bool, asked: str) -> tuple[str, str]:
+        given = types.SimpleNamespace(load_format=asked)
+        config = W4A16GroupedConfig(PackedFormat.from_config(Scheme().to_dict()) if packed_config else None)
+        used = before_load(types.SimpleNamespace(quant_config=config), given)
+        return used.load_format, given.load_format
+
+    assert formats(True, "auto") == ("safetensors", "auto")
+    assert formats(True, "fastsafetensors") == ("fastsafetensors", "fastsafetensors")
+    assert formats(False, "auto") == ("auto", "auto")
+    for asked in ("pt", "npcache"):
+        with pytest.raises(ValueError, match=f"'{asked}' reads pickles"):
+            formats(True, asked)
