@@ -65,6 +65,10 @@ class _Loader(importlib.abc.Loader):
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self.loader = loader
 
+    def __getattr__(self, name: str) -> object:
+        # A spec found without importing it (`importlib.util.find_spec`, `python -m`) is asked for its source and code.
+        return getattr(self.loader, name)
+
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 

@@ -23,7 +23,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Dispatch to a verb; 0 on success, 2 on a wrong command line."""
+    """Dispatch to a verb; 0 on success, 1 when it fails or lacks a package, 2 on a wrong command line."""
     args = sys.argv[1:] if argv is None else argv
     if not args or args[0] in ("-h", "--help"):
         print(usage(), end="")
@@ -35,7 +35,18 @@ def main(argv: list[str] | None = None) -> int:
         print(f"vllm-ext: unknown verb {args[0]!r}\n\n{usage()}", end="", file=sys.stderr)
         return 2
     module, _, function = VERBS[args[0]][0].partition(":")
-    return int(getattr(import_module(module), function)(args[1:]))
+    try:
+        return int(getattr(import_module(module), function)(args[1:]))
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "vllm_ext"):
+            raise
+        print(
+            f"vllm-ext {args[0]}: needs the Python package {missing!r}, which {sys.executable} does not have; install "
+            "it there, or use the environment that vLLM is installed in",
+            file=sys.stderr,
+        )
+        return 1
 
 
 if __name__ == "__main__":

@@ -55,6 +55,17 @@ def plugin_rows() -> list[tuple[str, bool, str]]:
     return rows
 
 
+def operator_rows() -> tuple[list[tuple[str, bool, str]], list[tuple[str, bool, str]]]:
+    """(backend, usable, reason) of the experts and of linear attention; where torch is missing, one row says so."""
+    try:
+        from vllm_ext.ops import linear_attention, moe
+    except ImportError as error:
+        nothing = [("all", False, f"torch cannot be imported: {error}; install vLLM, which brings its torch")]
+        return nothing, nothing
+    attention = [(name, ok, reason) for name, (ok, reason) in linear_attention.backend_status().items()]
+    return moe.backend_status(), attention
+
+
 def _print_table(title: str, rows: list[tuple[str, bool, str]]) -> None:
     print(f"\n{title}")
     for name, ok, reason in rows:
@@ -64,13 +75,10 @@ def _print_table(title: str, rows: list[tuple[str, bool, str]]) -> None:
 def main(argv: list[str]) -> int:
     """Print the screen; 0 when the plugin is registered and at least one backend of each operator works."""
     argparse.ArgumentParser(prog="vllm-ext doctor", description=__doc__).parse_args(argv)
-    from vllm_ext.ops import linear_attention, moe
-
     print("versions")
     for name, found in version_rows():
         print(f"      {name:14} {found}")
-    plugin, experts = plugin_rows(), moe.backend_status()
-    attention = [(name, ok, reason) for name, (ok, reason) in linear_attention.backend_status().items()]
+    plugin, (experts, attention) = plugin_rows(), operator_rows()
     _print_table("plugin", plugin)
     _print_table("4-bit experts (--quantization w4a16-grouped)", experts)
     _print_table("linear attention (--attention-backend ha_npu)", attention)

@@ -8,6 +8,7 @@ from typing import Any
 
 NAMESPACE = "vllm_ext"
 LINEAR_ATTN_BACKENDS = ("ha_npu",)
+MOE_BACKENDS = ("auto", "reference", "cpu", "triton", "npu")
 ON_KERNEL_ERROR = ("raise", "fallback")
 
 SCHEME_KEYS = ("group_size_w13", "group_size_w2", "symmetric", "zero_point", "method", "ignore")
@@ -61,8 +62,7 @@ def parse_options(additional_config: object) -> Options:
     if not isinstance(invariant, bool):
         raise ValueError(f"vllm_ext option 'batch_invariant': expected true or false, got {invariant!r}")
     moe_backend = given.get("moe_backend", "auto")
-    if not isinstance(moe_backend, str):
-        raise ValueError(f"vllm_ext option 'moe_backend': expected a name, got {moe_backend!r}")
+    _choice("moe_backend", moe_backend, MOE_BACKENDS)
     on_error = given.get("on_kernel_error", "raise")
     _choice("on_kernel_error", on_error, ON_KERNEL_ERROR)
     scheme = {key: given[key] for key in SCHEME_KEYS if key in given}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import textwrap
 from pathlib import Path
@@ -61,3 +62,18 @@ def test_failing_module_leaves_the_hook_in_place(package: Path) -> None:
     importlib.invalidate_caches()
     importlib.import_module("hooked_broken")
     assert [module.READY for module in seen] == ["at last"]
+
+
+def test_spec_found_before_the_import_still_gives_code_and_source(package: Path) -> None:
+    """`python -m` and code inspection ask the spec's loader for more than running the module."""
+    (package / "hooked_looked_up.py").write_text("VALUE = 41\n")
+    seen = []
+    when_imported("hooked_looked_up", lambda module: seen.append(module.VALUE))
+    spec = importlib.util.find_spec("hooked_looked_up")
+    assert spec is not None
+    assert spec.loader is not None
+    assert spec.loader.get_source("hooked_looked_up") == "VALUE = 41\n"
+    assert spec.loader.get_code("hooked_looked_up").co_filename == str(package / "hooked_looked_up.py")
+    assert seen == []
+    importlib.import_module("hooked_looked_up")
+    assert seen == [41]

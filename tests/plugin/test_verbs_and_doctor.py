@@ -50,3 +50,28 @@ def test_doctor_without_vllm_reports_instead_of_failing(monkeypatch: pytest.Monk
     monkeypatch.setattr("vllm_ext.compat.vllm_version", lambda: None)
     rows = {name: (ok, reason) for name, ok, reason in doctor.plugin_rows()}
     assert rows["registration"] == (False, "vLLM is not installed")
+
+
+def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`vllm-ext ARGUMENTS` in an interpreter that cannot import torch, as after `pip install vllm-ext` alone."""
+    program = "import sys; sys.modules['torch'] = None; from vllm_ext.cli import main; sys.exit(main(sys.argv[1:]))"
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_doctor_without_torch_shows_its_screen() -> None:
+    """The doctor is what a user runs when something is missing; it must not need what is missing."""
+    done = without_torch("doctor")
+    assert done.returncode == 1
+    assert done.stdout.count("torch cannot be imported") == 2
+    assert "vLLM versions the project is tried with" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [("quantize", "source", "target"), ("inspect", "folder"), ("bench", "moe-cpu")])
+def test_verb_names_the_package_it_lacks(command: tuple[str, ...]) -> None:
+    """One line with the package and the environment, not a traceback."""
+    done = without_torch(*command)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"vllm-ext {command[0]}: needs the Python package 'torch'")
+    assert sys.executable in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -46,13 +46,14 @@ def wrap_engine_args(arg_utils: Any) -> None:
 def add_options(engine_args: Any, options: dict[str, Any]) -> None:
     """Merge `options` into `additional_config["vllm_ext"]` without changing the caller's dictionaries.
 
-    Raises ValueError when `additional_config` is an object of another kind, which cannot carry options.
+    Raises ValueError when `additional_config` is an object of another kind or already holds bad options.
     """
     current = engine_args.additional_config
     if current is not None and not isinstance(current, dict):
         raise ValueError(
             f"additional_config: vllm_ext's options {sorted(options)} need a dictionary, got {type(current).__name__}"
         )
+    parse_options(current)  # its error is clearer than a failing merge's
     current = dict(current or {})
     current[NAMESPACE] = {**(current.get(NAMESPACE) or {}), **options}
     engine_args.additional_config = current
@@ -81,18 +82,21 @@ def accept_scheme_keys(parser: Any) -> None:
 
 
 def _own_scheme(text: str) -> dict[str, Any] | None:
+    """The flag's options if they may be ours: one of our keys, or `ignore` alone, which vLLM's schema has as well."""
     try:
         given = json.loads(text)
     except ValueError:
         return None
-    own = set(SCHEME_KEYS) - {"ignore"}
-    return given if isinstance(given, dict) and own & set(given) else None
+    if not isinstance(given, dict):
+        return None
+    return given if set(given) & (set(SCHEME_KEYS) - {"ignore"}) or set(given) == {"ignore"} else None
 
 
 def move_quantization_config(engine_args: Any) -> None:
     """Take our scheme's keys out of `quantization_config`, whose own schema does not know them."""
     given = getattr(engine_args, "quantization_config", None)
-    if engine_args.quantization != QUANT_METHOD or not isinstance(given, dict):
+    # vLLM takes a method's name in any case of letters.
+    if str(engine_args.quantization).lower() != QUANT_METHOD or not isinstance(given, dict):
         return
     unknown = sorted(set(given) - set(SCHEME_KEYS))
     if unknown:
@@ -105,5 +109,12 @@ def move_quantization_config(engine_args: Any) -> None:
 
 
 def check_options(engine_args: Any) -> None:
-    """Refuse bad options before any process starts."""
-    Scheme.from_dict(parse_options(engine_args.additional_config).scheme)
+    """Raise ValueError on bad options, naming where they are set, before any process starts."""
+    options = parse_options(engine_args.additional_config)
+    try:
+        Scheme.from_dict(options.scheme)
+    except ValueError as error:
+        raise ValueError(
+            f'{error}. Correct it where it is set (additional_config["{NAMESPACE}"] or --quantization-config), or '
+            "leave it out for its default"
+        ) from None

@@ -62,7 +62,13 @@ class W4A16GroupedConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> W4A16GroupedConfig:
         """Read the `quantization_config` of a packed checkpoint. Raises ValueError on unknown keys or values."""
-        packed = PackedFormat.from_config(config)
+        try:
+            packed = PackedFormat.from_config(config)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}. This is the quantization_config in the checkpoint's config.json; pack the 16-bit checkpoint "
+                "again with `vllm-ext quantize`"
+            ) from None
         return cls(packed, compat.compressed_tensors_config(config) if packed.compressed_tensors else None)
 
     @classmethod
@@ -72,7 +78,13 @@ class W4A16GroupedConfig(QuantizationConfig):
         if user_quant != QUANT_METHOD or not found or found == QUANT_METHOD:
             return None
         if found == "compressed-tensors":
-            PackedFormat.from_config(hf_quant_cfg)
+            try:
+                PackedFormat.from_config(hf_quant_cfg)
+            except ValueError as error:
+                raise ValueError(
+                    f"--quantization {QUANT_METHOD}: {error}. Drop the flag to serve the checkpoint with vLLM's own "
+                    f"{found!r}, or start from the unquantised checkpoint"
+                ) from None
             return QUANT_METHOD
         raise ValueError(
             f"--quantization {QUANT_METHOD}: the checkpoint's config.json says quant_method {found!r}, and only BF16 "
