@@ -57,5 +57,5 @@ def after_load(vllm_config: Any, model: Any) -> None:
 
     config = getattr(vllm_config, "quant_config", None)
     if isinstance(config, W4A16GroupedConfig):
-        config.check_loaded(model)
+        config.check_loaded(model, whole=vllm_config.parallel_config.pipeline_parallel_size == 1)
     warn_if_unserved(vllm_config, model)
