@@ -37,6 +37,7 @@ def answers(run_engines, tiny_model, prompts):
         "upper case": job({"attention_backend": "HA_NPU"}, max_tokens=1),
         "compiled": job({**HA_NPU, "enforce_eager": False}),
         "both flags": job({**HA_NPU, "quantization": "w4a16-grouped"}),
+        "both flags, compiled": job({**HA_NPU, "quantization": "w4a16-grouped", "enforce_eager": False}),
         "w4a16": job({"quantization": "w4a16-grouped"}),
         "no linear attention": {**job(HA_NPU, max_tokens=1), "model": tiny_model("qwen3-moe")},
         "wrong kernel": job(HA_NPU, before="forget_half_as_fast", max_tokens=1),
@@ -45,7 +46,7 @@ def answers(run_engines, tiny_model, prompts):
         ),
         "refusing kernel": job(HA_NPU, before="refuse_every_call", max_tokens=1),
     }
-    results = run_engines(list(jobs.values()), VLLM_LOGGING_LEVEL="DEBUG")
+    results = run_engines(list(jobs.values()), timeout=600, VLLM_LOGGING_LEVEL="DEBUG")
     return dict(zip(jobs, results, strict=True))
 
 
@@ -73,8 +74,9 @@ def test_prompt_log_probabilities_equal_those_without_ha_npu(answers, run):
     check_close(answers["stock"], answers[run])
 
 
-def test_both_flags_equal_the_quantised_model_without_ha_npu(answers):
-    check_close(answers["w4a16"], answers["both flags"])
+@pytest.mark.parametrize("run", ["both flags", "both flags, compiled"])
+def test_both_flags_equal_the_quantised_model_without_ha_npu(answers, run):
+    check_close(answers["w4a16"], answers[run])
     assert float(differences(answers["stock"], answers["w4a16"]).mean()) > MEAN_TOLERANCE
 
 
@@ -104,7 +106,7 @@ def test_name_is_accepted_in_any_case_of_letters(answers):
 
 def test_debug_log_names_each_layer_and_its_kernel_once_per_engine(answers):
     log = answers["ha_npu"]["log"]
-    engines = 8  # of this file's, those that serve the hybrid model with ha_npu
+    engines = 9  # of this file's, those that serve the hybrid model with ha_npu
     for index in range(3):
         assert served_layers(log, f"model.layers.{index}.linear_attn: gdn") == engines
 
@@ -130,9 +132,10 @@ def test_kernel_error_with_fallback_is_served_by_vllm_with_one_warning_a_layer(a
     assert len(warnings) == 3
 
 
-def test_tensor_parallel_halves_equal_the_whole(answers, run_engines, tiny_model, prompts):
+@pytest.mark.parametrize("eager", [True, False])
+def test_tensor_parallel_halves_equal_the_whole(answers, run_engines, tiny_model, prompts, eager):
     job = {"model": tiny_model("qwen3-next"), "prompts": prompts}
-    options = {**HA_NPU, "quantization": "w4a16-grouped", "tensor_parallel_size": 2}
+    options = {**HA_NPU, "quantization": "w4a16-grouped", "tensor_parallel_size": 2, "enforce_eager": eager}
     (result,) = run_engines(
         [{**job, "options": options}],
         VLLM_CPU_OMP_THREADS_BIND="0|1",
