@@ -74,6 +74,8 @@ def ensure_running(server: Server, model: Path) -> None:
     if state is not None:
         print(f"Using the server that runs already at {server.url}", flush=True)
     else:
+        if server.stop():
+            print("Ended what a killed server had left behind", flush=True)
         print(f"Starting the server (log: {server.log}):\n  {shlex.join(command)}", flush=True)
         server.start(command, serve_environment())
     start = time.monotonic()
@@ -142,11 +144,18 @@ def run(folder: Path, port: int, question: str) -> None:
     print(f"The server goes on at {server.url} (OpenAI API, model {MODEL_NAME!r}); `make demo-stop` ends it.")
 
 
+def port_number(text: str) -> int:
+    """A port a server can listen on."""
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"a port is a number from 1 to 65535, got {text!r}")
+    return int(text)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="Serve a small real model with 4-bit experts and ask it a question.")
     parser.add_argument("--question", default=os.environ.get("DEMO_QUESTION") or DEFAULT_QUESTION)
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--port", type=port_number, default=DEFAULT_PORT)
     parser.add_argument("--folder", type=Path, default=ROOT / ".demo", help="where the model, log and state lie")
     parser.add_argument("--stop", action="store_true", help="end the server that an earlier run left")
     args = parser.parse_args(argv)

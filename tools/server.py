@@ -44,10 +44,15 @@ class Server:
 
     def state(self) -> dict[str, Any] | None:
         """pid, born and command of the server if it still runs, else None."""
+        state = self._recorded()
+        return state if state is not None and born(state["pid"]) == state["born"] else None
+
+    def _recorded(self) -> dict[str, Any] | None:
+        """What the last start wrote, whether that server still runs or not."""
         try:
-            state = json.loads(self._state.read_text(encoding="utf-8"))
-            return state if born(state["pid"]) == state["born"] else None
-        except (OSError, ValueError, KeyError):
+            state: dict[str, Any] = json.loads(self._state.read_text(encoding="utf-8"))
+            return state if {"pid", "born", "command"} <= set(state) else None
+        except (OSError, ValueError, TypeError):
             return None
 
     def start(self, command: list[str], environment: dict[str, str]) -> None:
@@ -65,7 +70,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        state = {"pid": process.pid, "born": born(process.pid), "command": command}
+        state = {"pid": process.pid, "born": born(process.pid), "boot": boot_id(), "command": command}
         partial = self._state.with_suffix(".partial")
         partial.write_text(json.dumps(state) + "\n", encoding="utf-8")
         partial.replace(self._state)
@@ -121,15 +126,18 @@ class Server:
             ) from None
 
     def stop(self) -> bool:
-        """End the server and everything it started; False when none runs."""
-        state = self.state()
-        if state is None:
+        """End the server and everything it started; False when none of it runs.
+
+        A server that was killed outright leaves its engine behind, in the process group that the server led.
+        """
+        state = self._recorded()
+        if state is None or not (self.state() or is_orphaned_group(state)):
             self._state.unlink(missing_ok=True)
             return False
         pid = state["pid"]
         signal_group(pid, signal.SIGTERM)
         deadline = time.monotonic() + STOP_TIMEOUT
-        while self.state() is not None and time.monotonic() < deadline:
+        while (self.state() or is_orphaned_group(state)) and time.monotonic() < deadline:
             time.sleep(0.2)
         signal_group(pid, signal.SIGKILL)
         self._state.unlink(missing_ok=True)
@@ -143,6 +151,22 @@ def born(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] == "Z" else int(fields[19])
+
+
+def boot_id() -> str:
+    """Tells one run of the machine from another; process numbers start anew with each."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+
+
+def is_orphaned_group(state: dict[str, Any]) -> bool:
+    """Whether the group that a server led outlives it. While it does, the kernel gives its number to nobody else."""
+    if state.get("boot") != boot_id() or born(state["pid"]) is not None:
+        return False
+    try:
+        os.killpg(state["pid"], 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
 
 
 def signal_group(pid: int, number: signal.Signals) -> None:

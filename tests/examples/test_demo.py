@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import http.server
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import demo
 import pytest
+from demo import port_number
 from server import HOST, Server, ServerError, born, port_is_free
 
 LOG_LINE = (
@@ -115,6 +118,36 @@ def test_server_ends_with_the_processes_it_started(server: Server, tmp_path: Pat
     while born(pid) is not None and time.monotonic() < deadline:
         time.sleep(0.05)
     assert born(pid) is None
+
+
+def test_what_a_killed_server_leaves_behind_is_ended(server: Server, tmp_path: Path) -> None:
+    """`kill -9` of the API server leaves vLLM's engine and workers, and no server to find them by."""
+    note = tmp_path / "child.pid"
+    program = (
+        "import subprocess, sys, pathlib\np = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"pathlib.Path({str(note)!r}).write_text(str(p.pid))\np.wait()\n"
+    )
+    server.start([sys.executable, "-c", program], dict(os.environ))
+    deadline = time.monotonic() + 30
+    while not (note.exists() and note.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    state = server.state()
+    assert state is not None
+    os.kill(state["pid"], signal.SIGKILL)
+    os.waitpid(state["pid"], 0)
+    assert server.state() is None
+    assert born(int(note.read_text())) is not None
+    assert server.stop()
+    deadline = time.monotonic() + 10
+    while born(int(note.read_text())) is not None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert born(int(note.read_text())) is None
+
+
+@pytest.mark.parametrize("text", ["0", "65536", "99999", "-1", "http"])
+def test_a_port_that_cannot_be_one_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="1 to 65535"):
+        port_number(text)
 
 
 def test_server_message_of_a_refused_question_reaches_the_user(server: Server) -> None:
