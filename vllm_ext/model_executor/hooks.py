@@ -27,13 +27,15 @@ def wrap_load_model(base_loader: Any) -> None:
     @functools.wraps(load_model)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = {**dict(zip(("vllm_config", "model_config"), args, strict=False)), **kwargs}
-        target = call["model_config"] is call["vllm_config"].model_config
+        vllm_config = call.get("vllm_config")
+        # A loader called in another way than the versions tried call it goes on without our checks.
+        target = vllm_config is not None and call.get("model_config") is getattr(vllm_config, "model_config", None)
         if target:
-            self.load_config = before_load(call["vllm_config"], self.load_config)
+            self.load_config = before_load(vllm_config, self.load_config)
         model = load_model(self, *args, **kwargs)
         # A speculative draft is loaded the same way, and may well have neither experts nor linear attention.
         if target:
-            after_load(call["vllm_config"], model)
+            after_load(vllm_config, model)
         return model
 
     cls.load_model = wrapped
