@@ -87,6 +87,21 @@ def test_register_is_quick_where_vllm_is_fully_imported() -> None:
     assert loaded == []
 
 
+@pytest.mark.vllm
+def test_register_survives_our_own_module_being_imported_first() -> None:
+    """Unpickling a configuration imports our module, whose import brings in vLLM's registry half way through."""
+    known = run(
+        """
+        from vllm_ext import plugin
+        plugin.register()
+        import vllm_ext.model_executor.quantization
+        from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+        show(["w4a16-grouped" in QUANTIZATION_METHODS, get_quantization_config("w4a16-grouped").__name__])
+        """
+    )
+    assert known == [True, "W4A16GroupedConfig"]
+
+
 def test_register_without_vllm_leaves_python_alone(tmp_path: Path) -> None:
     """A package that is installed beside no vLLM, or a broken one, must not raise."""
     (tmp_path / "vllm").mkdir()

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import functools
+import sys
+from importlib import import_module
 from typing import Any
 
+from vllm_ext._import_hooks import when_imported
+
 _MARK = "_vllm_ext_wrapped"
+_CONFIG_MODULE = "vllm_ext.model_executor.quantization"
 
 
 def register_quantization(quantization: Any) -> None:
-    """Register w4a16-grouped with vLLM's quantisation registry, unless the name exists in-tree."""
-    from vllm_ext.model_executor.quantization import W4A16GroupedConfig
+    """Register w4a16-grouped with vLLM's quantisation registry, unless the name exists in-tree.
+
+    Our module may be the one whose import brought vLLM's registry in (a process that unpickles a configuration first
+    does that); then it is only half there, and registering waits for its end.
+    """
+
+    def add(ours: Any) -> None:
+        if QUANT_METHOD not in quantization.QUANTIZATION_METHODS:
+            quantization.register_quantization_config(QUANT_METHOD)(ours.W4A16GroupedConfig)
+
     from vllm_ext.quantization import QUANT_METHOD
 
-    if QUANT_METHOD not in quantization.QUANTIZATION_METHODS:
-        quantization.register_quantization_config(QUANT_METHOD)(W4A16GroupedConfig)
+    when_imported(_CONFIG_MODULE, add)
+    if _CONFIG_MODULE not in sys.modules:
+        import_module(_CONFIG_MODULE)
 
 
 def wrap_load_model(base_loader: Any) -> None:
