@@ -17,31 +17,32 @@ def stored(value: torch.Tensor) -> torch.Tensor:
     return value.to(STORE).float()
 
 
-def dequantised(groups: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+def dequantised(groups: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, top: int = TOP) -> torch.Tensor:
     """Nearest codes on the grid and back, [R, G, g]."""
-    codes = torch.round(groups / scale + zero).clamp(0, TOP)
+    codes = torch.round(groups / scale + zero).clamp(0, top)
     return scale * (codes - zero)
 
 
-def half_quadratic(weight: torch.Tensor, group_size: int, *, steps: int = 20) -> torch.Tensor:
+def half_quadratic(weight: torch.Tensor, group_size: int, *, steps: int = 20, bits: int = 4) -> torch.Tensor:
     """Half-quadratic quantisation (HQQ; Badri and Shaji, 2023): the scale is the range's, the zero point minimises a
     sparsity-promoting norm (p = 0.7) of the error by alternating a shrinkage step and a mean. beta 10, kappa 1.01."""
     groups = weight.float().reshape(*weight.shape[:-1], -1, group_size)
+    top = 2**bits - 1
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    scale = ((high - low) / TOP).clamp(min=1e-8)
+    scale = ((high - low) / top).clamp(min=1e-8)
     zero = -low / scale
     beta, best = 10.0, float("inf")
     for _ in range(steps):
-        error = groups - dequantised(groups, scale, zero)
+        error = groups - dequantised(groups, scale, zero, top)
         mean = float(error.abs().mean())
         if mean >= best:
             break
         best = mean
         sparse = error.sign() * (error.abs() - error.abs().clamp(min=1e-8).pow(0.7 - 1) / beta).clamp(min=0)
-        codes = torch.round(groups / scale + zero).clamp(0, TOP)
+        codes = torch.round(groups / scale + zero).clamp(0, top)
         zero = (codes - (groups - sparse) / scale).mean(-1, keepdim=True)
         beta *= 1.01
-    return dequantised(groups, stored(scale), stored(zero)).flatten(-2)
+    return dequantised(groups, stored(scale), stored(zero), top).flatten(-2)
 
 
 def clip_search(
@@ -80,4 +81,21 @@ def hqq_package(weight: torch.Tensor, group_size: int) -> torch.Tensor | None:
             expert.float(), nbits=4, group_size=group_size, axis=1, optimize=True, device=device, compute_dtype=STORE
         )
         values.append(Quantizer.dequantize(packed, meta).float().reshape(expert.shape))
+    return torch.stack(values)
+
+
+def gptqmodel_package(weight: torch.Tensor, group_size: int, *, symmetric: bool = False) -> torch.Tensor | None:
+    """What the data-free path of `gptqmodel` (rounding after its range search by squared error) makes of it, None where
+    that is not installed. Its scales stay in FP32, which flatters it a little."""
+    try:
+        from gptqmodel.quantization.config import RTNConfig, SmoothMSE
+        from gptqmodel.quantization.rtn import RTN
+    except ImportError:
+        return None
+    values = []
+    for expert in weight:
+        layer = torch.nn.Linear(expert.shape[1], expert.shape[0], bias=False, device=weight.device)
+        layer.weight = torch.nn.Parameter(expert.float(), requires_grad=False)
+        config = RTNConfig(bits=4, group_size=group_size, sym=symmetric, smooth=SmoothMSE())
+        values.append(RTN(layer, config).quantize()[0])
     return torch.stack(values)

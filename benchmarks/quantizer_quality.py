@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from vllm_ext.benchmarks.environment import describe_machine
 from vllm_ext.benchmarks.quantizer_model import CPU, FULL, SMOKE, LanguageModel, Size, corpus, train
-from vllm_ext.benchmarks.quantizer_peers import clip_search, half_quadratic, hqq_package
+from vllm_ext.benchmarks.quantizer_peers import clip_search, gptqmodel_package, half_quadratic, hqq_package
 
 from vllm_ext.quantization import quantize_weight
 
@@ -43,12 +43,13 @@ class Arm:
     groups: tuple[int, int]
     kind: str | None
     quantise: Quantiser
+    code_bits: int = 4
 
     @property
     def bits(self) -> float:
         """Bits a weight, for as many gate and up weights as twice the down ones."""
         meta = {"float": 32, "int": 24, None: 16}[self.kind]
-        return 4 + (2 * meta / self.groups[0] + meta / self.groups[1]) / 3
+        return self.code_bits + (2 * meta / self.groups[0] + meta / self.groups[1]) / 3
 
 
 def ours(weight: torch.Tensor, group_size: int, *, kind: str | None, method: str) -> torch.Tensor:
@@ -74,6 +75,11 @@ def arms() -> list[Arm]:
         found.append(Arm("clip search", groups, "int", partial(theirs, method=clip_search)))
         symmetric = partial(clip_search, symmetric=True)
         found.append(Arm("clip search", groups, None, partial(theirs, method=symmetric)))
+        found.append(Arm("gptqmodel", groups, "int", partial(theirs, method=gptqmodel_package)))
+        symmetric = partial(gptqmodel_package, symmetric=True)
+        found.append(Arm("gptqmodel", groups, None, partial(theirs, method=symmetric)))
+        two_bits = partial(theirs, method=partial(half_quadratic, bits=2))
+        found.append(Arm("2 bits (HQQ)", groups, "float", two_bits, code_bits=2))
     return found
 
 
@@ -181,7 +187,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
     colours = dict(zip(KINDS.values(), ("tab:blue", "tab:orange", "tab:green"), strict=True))
     methods = list(dict.fromkeys(row["method"] for row in results["rows"]))
-    markers = dict(zip(methods, "oXsD^v", strict=False))
+    markers = dict(zip(methods, "oXsD^vP*", strict=False))
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.8), layout="constrained", sharey=True)
     for row in results["rows"]:
         style = {
@@ -194,7 +200,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
         left.errorbar(row["bits"], 1000 * row["kl"], 1000 * row["kl_standard_error"], **style)
         right.errorbar(row["relative_squared_error"], 1000 * row["kl"], **style)
     left.set_xlabel("bits a weight, metadata included")
-    left.set_ylabel("KL(BF16 || 4 bits) x 1000, nats a byte")
+    left.set_ylabel("KL(BF16 || quantised) x 1000, nats a byte")
     right.set_xlabel("relative squared error of the experts' weights")
     for axes in (left, right):
         axes.grid(alpha=0.3)
@@ -206,8 +212,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
     ]
     right.legend(handles=handles, fontsize=8)
     figure.suptitle(
-        f"4-bit experts of a mixture-of-experts model trained here ({results['expert_parameters'] / 1e6:.0f} M expert "
-        f"parameters, BF16 loss {results['loss_bf16']:.3f} nats a byte)"
+        f"Quantised experts of a mixture-of-experts model trained here ({results['expert_parameters'] / 1e6:.0f} M "
+        f"expert parameters, BF16 loss {results['loss_bf16']:.3f} nats a byte)"
     )
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
