@@ -205,6 +205,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.set_yscale("log")
+    right.set_xscale("log")
     handles = [pyplot.Line2D([], [], color=c, marker="o", linestyle="none", label=k) for k, c in colours.items()]
     handles += [
         pyplot.Line2D([], [], color="black", marker=markers[m], linestyle="none", fillstyle="none", label=m)
