@@ -35,6 +35,10 @@ BENCHMARKS = {
     ),
     "moe-cpu": ("vllm_ext.benchmarks.moe_cpu:BENCHMARK", "4-bit experts on this CPU against vLLM's BF16 experts"),
     "perplexity": ("vllm_ext.benchmarks.perplexity:main", "perplexity of a real model, by quantiser and group size"),
+    "serve": (
+        "vllm_ext.benchmarks.serve:main",
+        "vLLM's tokens per second on a GPU: BF16, 4 bits, and the same bits through Marlin",
+    ),
     "serve-cpu": ("vllm_ext.benchmarks.serve_cpu:main", "vLLM's tokens per second on this CPU, BF16 and 4 bits"),
     "tune-moe": ("vllm_ext.benchmarks.tune_moe:main", "choose launch configurations of the Triton experts on this GPU"),
 }

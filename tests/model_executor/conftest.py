@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -25,26 +25,18 @@ Job = dict[str, Any]
 Result = dict[str, Any]
 
 
-def _load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """tiny_model(kind, **config fields): directory of a tiny random checkpoint, written once a session."""
-    writer = _load(ROOT / "examples" / "tiny_models.py")
+    import tiny_models
+
     root = tmp_path_factory.mktemp("tiny_models")
     written: dict[str, str] = {}
 
     def get(kind: str, **overrides: Any) -> str:
         name = "-".join([kind, *(f"{key}={value}" for key, value in sorted(overrides.items()))])
         if name not in written:
-            written[name] = str(writer.write_tiny_model(kind, root / name, **overrides))
+            written[name] = str(tiny_models.write_tiny_model(kind, root / name, **overrides))
         return written[name]
 
     return get

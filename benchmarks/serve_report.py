@@ -1,0 +1,122 @@
+"""What `vllm-ext bench serve` prints and draws: rates, ratios, targets, and how much the experts alone can give.
+
+The bound is Amdahl's: with the experts taking a share s of a BF16 step, and a layer's experts r times faster, the step
+can be 1 / (1 - s + s / r) times faster. Layer times come from results/moe_h200.json, the step from this run's BF16.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm_ext.benchmarks.registry import RESULTS
+from vllm_ext.benchmarks.serve_checkpoints import ServedShape
+
+LAYER_TIMES = RESULTS / "moe_h200.json"
+TARGETS = {"batch 1": 1.0, "batch 8": 1.4, "batch 64": 1.7, "batch 256": 1.25, "prefill 8192": 1.0}
+BASE, PEER = "BF16", "Marlin, packed"
+OURS = ("w4a16-grouped", "w4a16-grouped, packed")
+# The layer benchmark's name of what an arm runs.
+LAYER_ARMS = {BASE: "BF16", OURS[0]: "ours", OURS[1]: "ours", PEER: "Marlin, zero points"}
+
+
+def layer_milliseconds(shape: ServedShape) -> dict[tuple[str, int], float]:
+    """Time of one MoE layer by the layer benchmark's arm and number of tokens; empty where it was not measured."""
+    if shape.layer is None or not LAYER_TIMES.exists():
+        return {}
+    rows = json.loads(LAYER_TIMES.read_text(encoding="utf-8"))["rows"]
+    return {(row["arm"], row["tokens"]): row["ms"] for row in rows if row.get("shape") == shape.layer and "ms" in row}
+
+
+def at_tokens(times: dict[tuple[str, int], float], arm: str, tokens: int) -> float | None:
+    """The layer's time at `tokens`; beyond the largest measured size it grows in proportion."""
+    if (arm, tokens) in times:
+        return times[arm, tokens]
+    largest = max((count for name, count in times if name == arm), default=None)
+    if largest is None or tokens < largest:
+        return None
+    return times[arm, largest] * tokens / largest
+
+
+def add_bounds(rows: list[dict[str, Any]], shape: ServedShape, layers: int) -> list[dict[str, Any]]:
+    """Add to each row the experts' share of a BF16 step, and the arm's and the free experts' Amdahl bounds."""
+    times = layer_milliseconds(shape)
+    base = {row["cell"]: row["tokens_per_second"] for row in rows if row["arm"] == BASE}
+    for row in rows:
+        tokens = row["inputs"] if row["outputs"] == 1 else row["batch"]
+        plain = at_tokens(times, "BF16", tokens)
+        mine = at_tokens(times, LAYER_ARMS[row["arm"]], tokens)
+        if plain is None or mine is None or row["cell"] not in base:
+            continue
+        step_ms = 1e3 * tokens / base[row["cell"]]
+        share = min(1.0, layers * plain / step_ms)
+        row["experts_share"] = share
+        row["bound"] = 1 / (1 - share + share * mine / plain)
+        row["bound_free_experts"] = 1 / (1 - share) if share < 1 else None
+    return rows
+
+
+def table(document: dict[str, Any]) -> str:
+    """The results as Markdown: one line a cell."""
+    by_cell: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in document["rows"]:
+        by_cell.setdefault(row["cell"], {})[row["arm"]] = row
+    arms = list(dict.fromkeys(row["arm"] for row in document["rows"]))
+    ours = [arm for arm in OURS if arm in arms]
+    head = ["", *(f"{arm}, tokens/s" for arm in arms)]
+    for arm in ours:
+        head += [f"{arm} / {other}" for other in (BASE, PEER) if other in arms]
+    lines = [[*head, "bound", "experts' share of BF16", "wanted"]]
+    for cell, found in by_cell.items():
+        line = [cell, *(f"{found[arm]['tokens_per_second']:,.0f}" for arm in arms)]
+        for arm in ours:
+            line += [f"{found[arm][f'times {other}']:.2f}x" for other in (BASE, PEER) if other in arms]
+        row = found[ours[0]] if ours else {}
+        line.append(f"{row['bound']:.2f}x" if "bound" in row else "")
+        line.append(f"{row['experts_share']:.0%}" if "bound" in row else "")
+        line.append(f"{TARGETS[cell]:.2f}x" if cell in TARGETS else "")
+        lines.append(line)
+    text = ["| " + " | ".join(line) + " |" for line in lines]
+    text.insert(1, "| --- |" + " ---: |" * (len(lines[0]) - 1))
+    for name, reason in document.get("failed", {}).items():
+        text.append(f"\nfailed: {name}: {reason.splitlines()[0]}")
+    for name, row in document.get("loading", {}).items():
+        text.append(f"loading {name}: {row}")
+    return "\n".join(text)
+
+
+def chart(document: dict[str, Any], path: Path) -> None:
+    """Ratios to BF16 by cell, a bar an arm, with the Amdahl bounds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in document["rows"] if f"times {BASE}" in row]
+    cells = list(dict.fromkeys(row["cell"] for row in rows))
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    figure, axis = plt.subplots(figsize=(1.9 * max(3, len(cells)) + 1, 4.4))
+    width = 0.8 / max(1, len(arms))
+    for index, arm in enumerate(arms):
+        mine = {row["cell"]: row for row in rows if row["arm"] == arm}
+        places = [number + (index - (len(arms) - 1) / 2) * width for number in range(len(cells))]
+        bars = axis.bar(places, [mine[cell][f"times {BASE}"] for cell in cells], width * 0.92, label=arm)
+        axis.bar_label(bars, fmt="%.2f", fontsize=7)
+        bounds = [
+            (place, mine[cell]["bound"]) for place, cell in zip(places, cells, strict=True) if "bound" in mine[cell]
+        ]
+        for place, bound in bounds:
+            axis.plot([place - width / 2, place + width / 2], [bound, bound], color="black", linewidth=1)
+    axis.plot([], [], color="black", linewidth=1, label="Amdahl bound by layer times")
+    wanted = [(number, TARGETS[cell]) for number, cell in enumerate(cells) if cell in TARGETS]
+    if wanted:
+        axis.plot(*zip(*wanted, strict=True), "k*", label="wanted", markersize=8)
+    axis.axhline(1, color="gray", linewidth=0.8)
+    axis.set(xticks=range(len(cells)), xticklabels=cells, ylabel="times BF16's tokens per second")
+    axis.set_title(f"{document['options']['shape']}, {document['options']['layers']} layers", fontsize=10)
+    axis.set_ylim(0, 1.25 * axis.get_ylim()[1])
+    axis.legend(fontsize=7, loc="upper left", ncols=2)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
