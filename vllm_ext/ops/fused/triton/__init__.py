@@ -1,0 +1,1 @@
+"""Triton kernels of the fused operations; imported only where they run."""
