@@ -2,7 +2,8 @@
 
     ASCEND_HOME_PATH=/path/to/cann make ascend-check           # ASCEND_ARCH=dav-3002 for a 310B
 
-Compiles every `.cpp` below `csrc_ascend/kernels` to an object file and keeps nothing; it runs nothing on a device.
+Writes the kernels' constants from their plan, compiles every `.cpp` below `csrc_ascend/kernels` to an object file and
+keeps nothing; it runs nothing on a device.
 Without ASCEND_HOME_PATH nothing is checked, and this says so.
 """
 
@@ -15,6 +16,10 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from vllm_ext.ha_npu.kernel_header import write_kernel_headers  # noqa: E402
+
 KERNELS = ROOT / "csrc_ascend" / "kernels"
 DEFAULT_ARCH = "dav-2002"  # 310P
 
@@ -31,11 +36,11 @@ def find_compiler(home: Path) -> Path | None:
 
 
 def compile_command(compiler: Path, arch: str, source: Path, target: Path) -> list[str]:
-    """The command that compiles one kernel file."""
+    """The command that compiles one kernel file; the plans' headers lie beside the target."""
     return [
         str(compiler),
         *("-x", "asc", f"--npu-arch={arch}", "-std=c++17", "-O2"),
-        *("-I", str(source.parent), "-I", str(KERNELS)),
+        *("-I", str(source.parent), "-I", str(KERNELS), "-I", str(target.parent)),
         *("-c", str(source), "-o", str(target)),
     ]
 
@@ -57,6 +62,7 @@ def main() -> int:
     arch = os.environ.get("ASCEND_ARCH", DEFAULT_ARCH)
     failed = []
     with tempfile.TemporaryDirectory() as folder:
+        write_kernel_headers(Path(folder))
         for number, source in enumerate(sources, 1):
             name = source.relative_to(ROOT)
             print(f"[{number}/{len(sources)}] {name} for {arch}", flush=True)

@@ -11,7 +11,7 @@ __aicore__ inline void GdnPrefill::Gates() {
     Maxs(gate_, gate_, kLowestGate, kChunk);
     HA_VECTOR_BARRIER();
     Spread(local_, gate_, kChunk);
-    Spread(beta_spread_, beta_compact_, kChunk);
+    if (UsesKeys()) Spread(beta_spread_, beta_compact_, kChunk);
     // Doubling within tiles: after step s every row holds the sum of the last 2 s gates; the two buffers swap roles.
     FloatTile from = local_, to = tail_;
     for (int32_t step = 1; step < kTile; step *= 2) {
@@ -30,8 +30,10 @@ __aicore__ inline void GdnPrefill::Gates() {
     HA_VECTOR_BARRIER();
     WholeReduceSum(gate_columns_, local_, 1, kChunk, 1, 1, 1);
     TileEdges();
-    Muls(minus_beta_, beta_spread_, -1.0f, kSpread);
-    Muls(minus_columns_, beta_compact_, -1.0f, kChunk);
+    if (UsesKeys()) {
+        Muls(minus_beta_, beta_spread_, -1.0f, kSpread);
+        Muls(minus_columns_, beta_compact_, -1.0f, kChunk);
+    }
     if (shape_.normalise) {
         if (UsesKeys()) {
             InverseNorm(key_norm_, norm_columns_, key_rows_);

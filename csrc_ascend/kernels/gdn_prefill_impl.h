@@ -4,7 +4,7 @@
 namespace vllm_ext {
 
 __aicore__ inline void GdnPrefill::Chunk(int32_t chunk, bool more) {
-    const int32_t rest = task_.token_count - chunk * kChunk, tokens = rest < kChunk ? rest : kChunk;
+    const int32_t tokens = TokensOf(chunk);
     StageInputs(chunk, tokens);
     ReadProducts();
     Gates();
@@ -18,10 +18,11 @@ __aicore__ inline void GdnPrefill::Chunk(int32_t chunk, bool more) {
         Decays();
         KeyKey();
         DiagonalMultipliers();
+        BelowDiagonal();
         QueryKey();
-        Solve();
+        Solve(y_, a_, Half(a_[kChunk * kTile]), wide_right_);
     }
-    if (shape_.phase == kMap) StoreMapped(chunk);
+    if (shape_.phase == kMap) StoreMapped(chunk, p_half_, Half(y_));
     if (!Maps()) HA_VECTOR_BARRIER();
     if (Resident()) NewValues(chunk);
     if (Outputs()) Output(chunk, tokens);
@@ -31,48 +32,19 @@ __aicore__ inline void GdnPrefill::Chunk(int32_t chunk, bool more) {
 // K, Q and the state to L1 as operands; rows past the sequence become zero.
 __aicore__ inline void GdnPrefill::StageInputs(int32_t chunk, int32_t tokens) {
     HA_ORDER(MTE2_V);
-    if (tokens < kChunk) {
-        const int32_t key = shape_.key_dim, columns = task_.column_count;
-        if (UsesKeys()) Duplicate(key_rows_[tokens * key], half(0.0f), (kChunk - tokens) * key);
-        if (UsesQueries()) Duplicate(query_rows_[tokens * key], half(0.0f), (kChunk - tokens) * key);
-        if (Resident()) Duplicate(value_rows_[tokens * columns], half(0.0f), (kChunk - tokens) * columns);
-    }
+    if (tokens < kChunk) ClearPadding(tokens);
     const int32_t rows = state_.Rows(task_), columns = state_.Columns(task_);
     if (Resident()) {
         HA_ORDER(MTE3_V);
         Cast(Half(y_), state_ub_, RoundMode::CAST_NONE, rows * columns);
     }
     HA_ORDER(V_MTE3);
-    if (UsesKeys()) RowsToL1(keys_, key_rows_, kChunk, key_tiles_);
-    if (UsesQueries()) RowsToL1(queries_, query_rows_, kChunk, key_tiles_);
-    if (Resident()) DataCopy(state_l1_, Half(y_), rows * columns);
+    if (UsesKeys()) RowsToL1(way_, keys_, key_rows_, kChunk, key_tiles_);
+    if (UsesQueries()) RowsToL1(way_, queries_, query_rows_, kChunk, key_tiles_);
+    if (Resident()) way_.Copy(state_l1_, Half(y_), rows * columns);
     if (shape_.phase == kReduce)
         DataCopy(workspace_.State(task_, chunk, 0), Half(y_), workspace_.StateBursts(task_, columns / kTile, true));
     LoadMapped(chunk);
-}
-
-// What earlier launches left for this chunk, to L1.
-__aicore__ inline void GdnPrefill::LoadMapped(int32_t chunk) {
-    if (shape_.phase != kReduce && shape_.phase != kOutput) return;
-    HA_ORDER(MTE1_MTE2);
-    if (shape_.phase == kReduce) {
-        Unpack(inverse_, workspace_.Inverse(task_, chunk));
-    } else {
-        Unpack(p_, workspace_.Attention(task_, chunk));
-        DataCopy(new_values_, workspace_.Values(task_, chunk), kChunk * task_.column_count);
-        const int32_t strips = state_.Columns(task_) / kTile;
-        DataCopy(state_l1_, workspace_.State(task_, chunk, 0), workspace_.StateBursts(task_, strips, false));
-    }
-    HA_ORDER(MTE2_MTE1);
-}
-
-// T and P of a chunk for the launches to come.
-__aicore__ inline void GdnPrefill::StoreMapped(int32_t chunk) {
-    Pack(workspace_.Attention(task_, chunk), p_half_);
-    HA_ORDER(MTE3_MTE1);
-    Pack(Half(y_), inverse_);
-    HA_ORDER(MTE1_MTE3);
-    DataCopy(workspace_.Inverse(task_, chunk), Half(y_), kLowerSize);
 }
 
 // [K; Q] S and [K; Q] K^T.
@@ -85,13 +57,7 @@ __aicore__ inline void GdnPrefill::ReadProducts() {
     } else if (UsesQueries()) {
         LoadLeft(query_left, queries_, kChunkTiles, key_tiles_, kChunkTiles);
     }
-    if (shape_.phase != kMap) {
-        if (shape_.state_v_first) {
-            LoadRightTransposed(state_right_, state_l1_, key_tiles_, value_tiles_);
-        } else {
-            LoadRight(state_right_, state_l1_, key_tiles_, value_tiles_);
-        }
-    }
+    if (shape_.phase != kMap) LoadState();
     if (Maps()) LoadColumnsTransposed(key_right_, keys_, key_tiles_);
     HA_ORDER(MTE1_M);
     if (Maps()) {
@@ -156,7 +122,10 @@ __aicore__ inline void GdnPrefill::DiagonalMultipliers() {
     }
     HA_VECTOR_BARRIER();
     Spread(y_, columns, kChunk * kTile);
-    // -A below the diagonal tiles.
+}
+
+// -A below the diagonal tiles, rounded, to L1.
+__aicore__ inline void GdnPrefill::BelowDiagonal() {
     for (int32_t strip = 0; strip + 1 < kChunkTiles; ++strip) {
         const int32_t at = LowerAt(strip) + kSquare;
         Mul(a_[at], a_[at], decay_[at], LowerCount(strip) - kSquare);
@@ -177,7 +146,7 @@ __aicore__ inline void GdnPrefill::DiagonalMultipliers() {
     HA_ORDER(V_MTE3);
     for (int32_t strip = 0; strip + 1 < kChunkTiles; ++strip) {
         const int32_t at = LowerAt(strip) + kSquare;
-        DataCopy(negative_a_[at], Half(swap_)[at], LowerCount(strip) - kSquare);
+        way_.Copy(negative_a_[at], Half(swap_)[at], LowerCount(strip) - kSquare);
     }
 }
 
@@ -201,26 +170,7 @@ __aicore__ inline void GdnPrefill::QueryKey() {
     HA_ORDER(V_MTE3);
     if (shape_.phase == kMap) return;
     for (int32_t strip = 0; strip < kChunkTiles; ++strip)
-        DataCopy(p_[LowerAt(strip)], p_half_[LowerAt(strip)], LowerCount(strip));
-}
-
-__aicore__ inline void GdnPrefill::Solve() {
-    InverseBuffers b;
-    b.multipliers = y_;
-    b.row_blocks = 1;
-    b.column_blocks = kChunkTiles * kTile;
-    b.diagonal = a_;
-    b.staging = Half(a_[kChunk * kTile]);
-    b.negative = negative_a_;
-    b.inverse = inverse_;
-    b.sums = sums_;
-    b.left = small_left_;
-    b.right = wide_right_;
-    b.product = merged_;
-    for (int32_t tile = 0; tile < kChunkTiles; ++tile) Adds(b.diagonal[tile * kSquare], identity_, 0.0f, kSquare);
-    SubstituteDiagonal(b);
-    PlaceDiagonal(b);
-    for (int32_t row = 1; row < kChunkTiles; ++row) MergeRow(b, row);
+        way_.Copy(p_[LowerAt(strip)], p_half_[LowerAt(strip)], LowerCount(strip));
 }
 
 // V' = T (beta V - beta exp(G) K S); then V' and exp(G_last - G) V' (over |k|) as operands.
@@ -237,7 +187,7 @@ __aicore__ inline void GdnPrefill::NewValues(int32_t chunk) {
     HA_VECTOR_BARRIER();
     Cast(Half(y_), x_, RoundMode::CAST_NONE, kChunk * columns);
     HA_ORDER(V_MTE3);
-    DataCopy(right_side_, Half(y_), kChunk * columns);
+    way_.Copy(right_side_, Half(y_), kChunk * columns);
     HA_ORDER(MTE3_MTE1);
     LoadLower(t_left_, inverse_);
     LoadRight(wide_right_, right_side_, kChunkTiles, value_tiles_);
@@ -255,9 +205,9 @@ __aicore__ inline void GdnPrefill::NewValues(int32_t chunk) {
     if (shape_.phase == kReduce) {
         DataCopy(workspace_.Values(task_, chunk), Half(y_), kChunk * columns);
     } else {
-        DataCopy(new_values_, Half(y_), kChunk * columns);
+        way_.Copy(new_values_, Half(y_), kChunk * columns);
     }
-    DataCopy(tail_values_, Half(y_)[kChunk * columns], kChunk * columns);
+    way_.Copy(tail_values_, Half(y_)[kChunk * columns], kChunk * columns);
 }
 
 // O = s exp(G) Q S + P V'.
@@ -280,10 +230,7 @@ __aicore__ inline void GdnPrefill::Output(int32_t chunk, int32_t tokens) {
     Add(x_, x_, y_, kChunk * columns);
     HA_VECTOR_BARRIER();
     NzToRows(Half(y_), x_, kChunk, value_tiles_);
-    HA_ORDER(V_MTE3);
-    const int64_t token = task_.token_begin + chunk * kChunk;
-    DataCopy(out_[(token * shape_.value_heads + task_.head) * shape_.value_dim + task_.column_begin], Half(y_),
-             DataCopyParams(tokens, columns / 16, 0, (shape_.value_heads * shape_.value_dim - columns) / 16));
+    StoreRows(Half(y_), chunk, tokens);
 }
 
 // S = exp(G_last) S + V''^T K, in place, half of the strips at a time.
@@ -298,6 +245,7 @@ __aicore__ inline void GdnPrefill::UpdateState() {
         LoadRight(state_right_, tail_values_, kChunkTiles, value_tiles_);
     }
     HA_ORDER(MTE1_M);
+    BeforeSharedProduct();
     Multiply(change_, kq_left_, state_right_, rows, strips, kChunkTiles);
     for (int32_t first = 0; first < strips; first += step) {
         const int32_t count = strips - first < step ? strips - first : step;

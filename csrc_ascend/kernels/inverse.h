@@ -17,8 +17,9 @@ struct InverseBuffers {
     HalfTile negative;       // L1 NZ [64, 64]: -A
     HalfTile inverse;        // L1 NZ [64, 64]: T on and below the diagonal
     HalfTile sums;           // L1 [3] tiles
-    HalfTile left, right;    // L0A 4 tiles, L0B 6 + 3 tiles
+    HalfTile left, right;    // L0A 3 tiles, L0B 6 tiles
     FloatTile product;       // L0C [6] tiles
+    WayToL1 way;
 };
 
 // For columns j = 0..14: rows below j of every diagonal tile lose A_rj times row j. Row j is finished by then.
@@ -43,7 +44,7 @@ __aicore__ inline void PlaceDiagonal(const InverseBuffers& b) {
     Cast(b.staging, b.diagonal, RoundMode::CAST_NONE, kChunk * kTile);
     HA_ORDER(V_MTE3);
     constexpr int32_t tile_blocks = kSquare / 16;
-    DataCopy(b.inverse, b.staging, DataCopyParams(kChunkTiles, tile_blocks, 0, kChunkTiles * tile_blocks));
+    b.way.Copy(b.inverse, b.staging, DataCopyParams(kChunkTiles, tile_blocks, 0, kChunkTiles * tile_blocks));
 }
 
 // Block row i of T below the diagonal.
@@ -64,7 +65,7 @@ __aicore__ inline void MergeRow(const InverseBuffers& b, int32_t i) {
     HA_ORDER(M_V);
     DrainBursts(b.staging, b.product, DataCopyParams(1, i, 0, 0));
     HA_ORDER(V_MTE3);
-    DataCopy(b.sums, b.staging, i * kSquare);
+    b.way.Copy(b.sums, b.staging, i * kSquare);
     HA_ORDER(MTE3_MTE1);
     LoadData(b.left, b.inverse, LoadData2DParams(i * kChunkTiles + i, 1, 1, 0, 0, false, 0));
     LoadData(b.right, b.sums, LoadData2DParams(0, i, 1, 0, 0, true, 0));
@@ -74,7 +75,15 @@ __aicore__ inline void MergeRow(const InverseBuffers& b, int32_t i) {
     DrainBursts(b.staging, b.product[3 * kSquare], DataCopyParams(1, i, 0, 0));
     HA_ORDER(V_MTE3);
     constexpr int32_t tile_blocks = kSquare / 16;
-    DataCopy(b.inverse[i * kSquare], b.staging, DataCopyParams(i, tile_blocks, 0, (kChunkTiles - 1) * tile_blocks));
+    b.way.Copy(b.inverse[i * kSquare], b.staging, DataCopyParams(i, tile_blocks, 0, (kChunkTiles - 1) * tile_blocks));
+}
+
+// T from -A, whose diagonal tiles come spread by columns in `multipliers`.
+__aicore__ inline void Invert(const InverseBuffers& b, const FloatTile& identity) {
+    for (int32_t tile = 0; tile < kChunkTiles; ++tile) Adds(b.diagonal[tile * kSquare], identity, 0.0f, kSquare);
+    SubstituteDiagonal(b);
+    PlaceDiagonal(b);
+    for (int32_t row = 1; row < kChunkTiles; ++row) MergeRow(b, row);
 }
 
 }  // namespace vllm_ext

@@ -6,6 +6,5 @@ extern "C" __global__ __aicore__ void kda_prefill(GM_ADDR q, GM_ADDR k, GM_ADDR 
                                                   GM_ADDR block_tasks, GM_ADDR shape) {
     vllm_ext::KdaPrefill kernel;
     kernel.Init(q, k, v, g, beta, initial, out, final_state, workspace, vllm_ext::ReadShape(shape));
-    const __gm__ int32_t* bounds = reinterpret_cast<__gm__ int32_t*>(block_tasks) + AscendC::GetBlockIdx();
-    for (int32_t task = bounds[0]; task < bounds[1]; ++task) kernel.Process(vllm_ext::ReadTask(tasks, task));
+    vllm_ext::RunTasks(kernel, tasks, block_tasks);
 }

@@ -3,9 +3,8 @@
 
 namespace vllm_ext {
 
-
 __aicore__ inline void KdaPrefill::Chunk(int32_t chunk, bool more) {
-    const int32_t rest = task_.token_count - chunk * kChunk, tokens = rest < kChunk ? rest : kChunk;
+    const int32_t tokens = TokensOf(chunk);
     HA_ORDER(MTE2_V);
     Gates();
     Widen(tokens);
@@ -17,9 +16,9 @@ __aicore__ inline void KdaPrefill::Chunk(int32_t chunk, bool more) {
         DiagonalPairs();
         Multipliers();
         LowerOperands();
-        Solve();
+        Solve(product_, attention_rest_, Half(columns_rest_), wide_right_);
     }
-    if (shape_.phase == kMap) StoreMapped(chunk);
+    if (shape_.phase == kMap) StoreMapped(chunk, Half(query_)[kChunk * kChunk], Half(product_));
     if (Resident()) RowsToNz(key_, value_rows_, kChunk, value_tiles_);
     if (more) {
         if (shape_.phase != kWhole) HA_ORDER(MTE3_MTE2);
@@ -31,30 +30,6 @@ __aicore__ inline void KdaPrefill::Chunk(int32_t chunk, bool more) {
     if (Resident()) UpdateState(chunk, more);
 }
 
-// What earlier launches left for this chunk, to L1.
-__aicore__ inline void KdaPrefill::LoadMapped(int32_t chunk) {
-    if (shape_.phase != kReduce && shape_.phase != kOutput) return;
-    HA_ORDER(MTE1_MTE2);
-    if (shape_.phase == kReduce) {
-        Unpack(inverse_, workspace_.Inverse(task_, chunk));
-    } else {
-        Unpack(p_, workspace_.Attention(task_, chunk));
-        DataCopy(new_values_, workspace_.Values(task_, chunk), kChunk * task_.column_count);
-        const int32_t strips = state_.Columns(task_) / kTile;
-        DataCopy(state_l1_, workspace_.State(task_, chunk, 0), workspace_.StateBursts(task_, strips, false));
-    }
-    HA_ORDER(MTE2_MTE1);
-}
-
-// T and P of a chunk for the launches to come; P waits in query_.
-__aicore__ inline void KdaPrefill::StoreMapped(int32_t chunk) {
-    Pack(workspace_.Attention(task_, chunk), Half(query_)[kChunk * kChunk]);
-    HA_ORDER(MTE3_MTE1);
-    Pack(Half(product_), inverse_);
-    HA_ORDER(MTE1_MTE3);
-    DataCopy(workspace_.Inverse(task_, chunk), Half(product_), kLowerSize);
-}
-
 // [K exp(G); s Q exp(G)] S, and for each row block its keys and queries against the keys before it.
 __aicore__ inline void KdaPrefill::CubeProducts() {
     const int32_t key = shape_.key_dim, pair = 2 * kTile * key;
@@ -63,11 +38,7 @@ __aicore__ inline void KdaPrefill::CubeProducts() {
         if (UsesKeys()) LoadLeft(kq_left_, read_keys_, kChunkTiles, key_tiles_, kChunkTiles);
         if (UsesQueries())
             LoadLeft(kq_left_[QueryBlock() * kTile * key], read_queries_, kChunkTiles, key_tiles_, kChunkTiles);
-        if (shape_.state_v_first) {
-            LoadRightTransposed(state_right_, state_l1_, key_tiles_, value_tiles_);
-        } else {
-            LoadRight(state_right_, state_l1_, key_tiles_, value_tiles_);
-        }
+        LoadState();
     }
     for (int32_t block = 1, at = 0; Maps() && block < kChunkTiles; at += block * kTile * key, ++block) {
         const HalfTile left = pair_left_[(block - 1) * pair];
@@ -191,28 +162,10 @@ __aicore__ inline void KdaPrefill::LowerOperands() {
     HA_ORDER(V_MTE3);
     for (int32_t strip = 0; strip < kChunkTiles; ++strip) {
         const int32_t at = LowerAt(strip);
-        if (shape_.phase == kWhole) DataCopy(p_[at], p_half[at], LowerTiles(strip) * kSquare);
-        if (strip + 1 < kChunkTiles) DataCopy(negative_a_[at + kSquare], a_half[at + kSquare], (LowerTiles(strip) - 1) * kSquare);
+        if (shape_.phase == kWhole) way_.Copy(p_[at], p_half[at], LowerTiles(strip) * kSquare);
+        if (strip + 1 < kChunkTiles)
+            way_.Copy(negative_a_[at + kSquare], a_half[at + kSquare], (LowerTiles(strip) - 1) * kSquare);
     }
-}
-
-__aicore__ inline void KdaPrefill::Solve() {
-    InverseBuffers b;
-    b.multipliers = product_;
-    b.row_blocks = 1;
-    b.column_blocks = kChunkTiles * kTile;
-    b.diagonal = attention_rest_;
-    b.staging = Half(columns_rest_);
-    b.negative = negative_a_;
-    b.inverse = inverse_;
-    b.sums = sums_;
-    b.left = small_left_;
-    b.right = wide_right_;
-    b.product = merged_;
-    for (int32_t tile = 0; tile < kChunkTiles; ++tile) Adds(b.diagonal[tile * kSquare], identity_, 0.0f, kSquare);
-    SubstituteDiagonal(b);
-    PlaceDiagonal(b);
-    for (int32_t row = 1; row < kChunkTiles; ++row) MergeRow(b, row);
 }
 
 // V' = T b (V - K exp(G) S), as an operand. V in NZ float is in key_.
@@ -227,7 +180,7 @@ __aicore__ inline void KdaPrefill::NewValues(int32_t chunk) {
     HA_VECTOR_BARRIER();
     Cast(Half(product_), key_, RoundMode::CAST_NONE, floats);
     HA_ORDER(V_MTE3);
-    DataCopy(right_side_, Half(product_), floats);
+    way_.Copy(right_side_, Half(product_), floats);
     HA_ORDER(MTE3_MTE1);
     LoadLower(t_left_, inverse_);
     LoadRight(wide_right_, right_side_, kChunkTiles, value_tiles_);
@@ -238,13 +191,13 @@ __aicore__ inline void KdaPrefill::NewValues(int32_t chunk) {
     HA_VECTOR_BARRIER();
     Cast(Half(product_), key_, RoundMode::CAST_NONE, floats);
     HA_ORDER(V_MTE3);
-    DataCopy(new_values_, Half(product_), floats);
+    way_.Copy(new_values_, Half(product_), floats);
     if (shape_.phase == kReduce) DataCopy(workspace_.Values(task_, chunk), Half(product_), floats);
 }
 
 // O = s Q exp(G) S + P V'.
 __aicore__ inline void KdaPrefill::Output(int32_t chunk, int32_t tokens) {
-    const int32_t columns = task_.column_count, floats = kChunk * columns;
+    const int32_t floats = kChunk * task_.column_count;
     HA_ORDER(MTE3_MTE1);
     LoadLower(p_left_, p_);
     LoadRight(value_right_, new_values_, kChunkTiles, value_tiles_);
@@ -258,10 +211,7 @@ __aicore__ inline void KdaPrefill::Output(int32_t chunk, int32_t tokens) {
     Add(key_, key_, query_, floats);
     HA_VECTOR_BARRIER();
     NzToRows(Half(product_), key_, kChunk, value_tiles_);
-    HA_ORDER(V_MTE3);
-    const int64_t token = task_.token_begin + chunk * kChunk;
-    DataCopy(out_[(token * shape_.value_heads + task_.head) * shape_.value_dim + task_.column_begin], Half(product_),
-             DataCopyParams(tokens, columns / 16, 0, (shape_.value_heads * shape_.value_dim - columns) / 16));
+    StoreRows(Half(product_), chunk, tokens);
 }
 
 // S = exp(G_last) S + V'^T K exp(G_last - G), half of the strips at a time between L1 and UB.
@@ -276,6 +226,7 @@ __aicore__ inline void KdaPrefill::UpdateState(int32_t chunk, bool more) {
         if (!Outputs()) LoadRight(value_right_, new_values_, kChunkTiles, value_tiles_);
     }
     HA_ORDER(MTE1_M);
+    BeforeSharedProduct();
     // [K, V]: V' is the right operand here too, and after Output it still lies in L0B.
     Multiply(change_, kq_left_, shape_.state_v_first ? state_right_ : value_right_, rows / kTile, strips, kChunkTiles);
     HA_ORDER(M_V);
@@ -297,8 +248,8 @@ __aicore__ inline void KdaPrefill::UpdateState(int32_t chunk, bool more) {
         HA_ORDER(MTE3_V);
         Cast(Half(product_), key_, RoundMode::CAST_NONE, floats);
         HA_ORDER(V_MTE3);
-        DataCopy(parked_[from], key_, floats);
-        DataCopy(state_l1_[from], Half(product_), floats);
+        way_.Copy(parked_[from], key_, floats);
+        way_.Copy(state_l1_[from], Half(product_), floats);
         if (shape_.phase == kReduce && more)
             DataCopy(workspace_.State(task_, chunk + 1, first), Half(product_), workspace_.StateBursts(task_, count, true));
         HA_ORDER(MTE3_MTE1);

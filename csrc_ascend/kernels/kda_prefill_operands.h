@@ -13,8 +13,10 @@ __aicore__ inline void KdaPrefill::Gates() {
             Maxs(local_[At(strip, 0, kChunk) + side * 8], decay_[strip * kTile + side * 8], kLowestGate, kFloatMask, kChunk / 8,
                  UnaryRepeatParams(2, row_blocks, 16, 8 * row_blocks));
     }
-    Spread(beta_spread_, beta_compact_, kChunk);
-    Muls(minus_columns_, beta_compact_, -1.0f, kChunk);
+    if (UsesKeys()) {
+        Spread(beta_spread_, beta_compact_, kChunk);
+        Muls(minus_columns_, beta_compact_, -1.0f, kChunk);
+    }
     // Eight runs of eight rows side by side, a repeat taking one row of each run for half a strip; then pairs of runs.
     for (int32_t row = 1; row < 8; ++row) {
         HA_VECTOR_BARRIER();
@@ -33,7 +35,7 @@ __aicore__ inline void KdaPrefill::Gates() {
         }
     }
     HA_VECTOR_BARRIER();
-    Muls(minus_beta_, beta_spread_, -1.0f, kSpread);
+    if (UsesKeys()) Muls(minus_beta_, beta_spread_, -1.0f, kSpread);
     TileEdges();
     Exp(last_, Between(0, 3).rows, kTile, key_tiles_, UnaryRepeatParams(1, 1, 2, Between(0, 3).strip_blocks));
     HA_VECTOR_BARRIER();
@@ -66,10 +68,7 @@ __aicore__ inline void KdaPrefill::EdgeMinusLocal(int32_t row, const EdgeRow& ed
 // K and s Q in NZ float, normalised if asked for; rows past the sequence become zero.
 __aicore__ inline void KdaPrefill::Widen(int32_t tokens) {
     if (tokens < kChunk) {
-        const int32_t key = shape_.key_dim, columns = task_.column_count;
-        if (UsesKeys()) Duplicate(key_rows_[tokens * key], half(0.0f), (kChunk - tokens) * key);
-        if (UsesQueries()) Duplicate(query_rows_[tokens * key], half(0.0f), (kChunk - tokens) * key);
-        if (Resident()) Duplicate(value_rows_[tokens * columns], half(0.0f), (kChunk - tokens) * columns);
+        ClearPadding(tokens);
         HA_VECTOR_BARRIER();
     }
     HA_ORDER(MTE3_V);
@@ -143,8 +142,8 @@ __aicore__ inline void KdaPrefill::ReadOperands() {
         Cast(query_rows_, product_, RoundMode::CAST_NONE, keys);
     }
     HA_ORDER(V_MTE3);
-    if (UsesKeys()) DataCopy(read_keys_, key_rows_, keys);
-    if (UsesQueries()) DataCopy(read_queries_, query_rows_, keys);
+    if (UsesKeys()) way_.Copy(read_keys_, key_rows_, keys);
+    if (UsesQueries()) way_.Copy(read_queries_, query_rows_, keys);
     if (!UsesKeys()) return;
     for (int32_t row = 0; row < kChunk; row += 8) EdgeMinusLocal(row, Between(row / kTile, kChunkTiles - 1), row);
     HA_VECTOR_BARRIER();
@@ -155,7 +154,7 @@ __aicore__ inline void KdaPrefill::ReadOperands() {
     HA_ORDER(MTE3_V);
     Cast(key_rows_, product_, RoundMode::CAST_NONE, keys);
     HA_ORDER(V_MTE3);
-    DataCopy(tail_keys_, key_rows_, keys);
+    way_.Copy(tail_keys_, key_rows_, keys);
 }
 
 // Operands of the tiles below the diagonal tiles: rows 16.. relative to the last row before their block, and the rows
@@ -186,7 +185,7 @@ __aicore__ inline void KdaPrefill::LaterRows(const FloatTile& rows, const HalfTi
         Cast(staging[at], product_[at], RoundMode::CAST_NONE, 3 * kSquare);
     }
     HA_ORDER(V_MTE3);
-    DataCopy(l1[kSquare], staging[kSquare], DataCopyParams(key_tiles_, 3 * kTile, kTile, kTile));
+    way_.Copy(l1[kSquare], staging[kSquare], DataCopyParams(key_tiles_, 3 * kTile, kTile, kTile));
 }
 
 // The rows before `block`, times exp(last of them - row), to L1 as NZ [16 block, key_dim]; scratch from row block `at` on.
@@ -203,7 +202,7 @@ __aicore__ inline void KdaPrefill::EarlierRows(int32_t block, int32_t at, const 
     for (int32_t strip = 0; strip < key_tiles_; ++strip)
         Cast(staging[At(strip, 0, rows)], product_[shift + At(strip, 0, kChunk)], RoundMode::CAST_NONE, rows * kTile);
     HA_ORDER(V_MTE3);
-    DataCopy(l1, staging, rows * shape_.key_dim);
+    way_.Copy(l1, staging, rows * shape_.key_dim);
 }
 
 }  // namespace vllm_ext

@@ -40,7 +40,7 @@ struct Counters {
     uint64_t mac_fractals = 0, mmad_instructions = 0;
     uint64_t vector_repeats = 0, vector_instructions = 0;
     uint64_t l0c_to_ub_bytes = 0, ub_to_l1_bytes = 0, gm_to_l1_bytes = 0;
-    uint64_t flags = 0, barriers = 0, layout_transforms = 0, cast_overflows = 0, scalar_accesses = 0;
+    uint64_t flags = 0, barriers = 0, relaid_elements = 0, cast_overflows = 0, scalar_accesses = 0;
     uint64_t peak_ub = 0, peak_l1 = 0, peak_l0a = 0, peak_l0b = 0, peak_l0c = 0;
 
     void Merge(const Counters& other) {
@@ -52,6 +52,8 @@ struct Counters {
         static_assert(sizeof(Counters) == (sums + peaks) * sizeof(uint64_t), "every counter is merged");
     }
 };
+
+constexpr uint32_t kFractalElements = 256;   // of a tile of 16x16
 
 typedef uint32_t Lanes __attribute__((vector_size(32)));
 

@@ -85,7 +85,7 @@ void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Nd2Nz
     }
     core.counters.gm_bursts += uint64_t{params.ndNum} * params.nValue;
     core.counters.gm_to_l1_bytes += uint64_t{params.ndNum} * params.nValue * params.dValue * sizeof(T);
-    core.counters.layout_transforms += params.ndNum;
+    core.counters.relaid_elements += uint64_t{params.ndNum} * params.nValue * params.dValue;
 }
 
 // UB to GM.
@@ -147,7 +147,10 @@ void DataCopy(const LocalTensor<T>& dst, const LocalTensor<T>& src, const DataCo
         write += length + params.dstStride * 32u;
     }
     if (to_l1) core.counters.ub_to_l1_bytes += uint64_t{length} * params.blockCount;
-    if (to_l1 && params.blockCount > 1 && params.srcStride != params.dstStride) ++core.counters.layout_transforms;
+    // Bursts that break fractals: rows gathered into strips, or scattered out of them.
+    const uint64_t elements = length / sizeof(T);
+    if (params.blockCount > 1 && params.srcStride != params.dstStride && elements < sim::kFractalElements)
+        core.counters.relaid_elements += elements * params.blockCount;
 }
 template <typename T>
 void DataCopy(const LocalTensor<T>& dst, const LocalTensor<T>& src, uint32_t count, Site at = Site::Here()) {

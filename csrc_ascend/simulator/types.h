@@ -7,6 +7,10 @@
 #include <string>
 #include <type_traits>
 
+// The compiler of a chip defines this; a build for the simulator of another chip family passes it.
+#ifndef __CCE_AICORE__
+#define __CCE_AICORE__ 200
+#endif
 #define __aicore__
 #define __global__
 #define __gm__

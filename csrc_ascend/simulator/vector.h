@@ -181,14 +181,13 @@ void Duplicate(const LocalTensor<T>& dst, const T& value, int32_t count, Site at
 }
 
 // One sum a repeat, written `dstRepStride` elements apart, added pairwise.
+namespace sim {
 template <typename T>
-void WholeReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, int32_t mask, int64_t repeatTimes,
-                    int64_t dstRepStride, int64_t srcBlkStride, int64_t srcRepStride, Site at = Site::Here()) {
+void RunReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const Mask& lanes, int64_t repeatTimes,
+                  int64_t dstRepStride, int64_t srcBlkStride, int64_t srcRepStride) {
     sim::Core& core = *sim::current;
-    core.Begin(PIPE_V, at, "WholeReduceSum");
     sim::CheckRepeat(repeatTimes);
     constexpr uint32_t elements = 256 / sizeof(T), units = elements / sim::kUnit;
-    const sim::Mask lanes = sim::Mask::FirstOf(static_cast<uint64_t>(std::max(0, mask)), elements);
     const uint32_t last = lanes.LastUnit(units), count = static_cast<uint32_t>(repeatTimes);
     const sim::Stream<T> in(src, Fit<uint16_t>(srcBlkStride), Fit<uint8_t>(srcRepStride), count, last);
     dst.CheckPlace(Hardware::UB, "the destination");
@@ -219,6 +218,22 @@ void WholeReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, int32_
     }
     core.counters.vector_repeats += count;
     ++core.counters.vector_instructions;
+}
+}  // namespace sim
+
+template <typename T>
+void WholeReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, int32_t mask, int64_t repeatTimes,
+                    int64_t dstRepStride, int64_t srcBlkStride, int64_t srcRepStride, Site at = Site::Here()) {
+    sim::current->Begin(PIPE_V, at, "WholeReduceSum");
+    const sim::Mask lanes = sim::Mask::FirstOf(static_cast<uint64_t>(std::max(0, mask)), 256 / sizeof(T));
+    sim::RunReduceSum(dst, src, lanes, repeatTimes, dstRepStride, srcBlkStride, srcRepStride);
+}
+template <typename T>
+void WholeReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const uint64_t mask[], int64_t repeatTimes,
+                    int64_t dstRepStride, int64_t srcBlkStride, int64_t srcRepStride, Site at = Site::Here()) {
+    sim::current->Begin(PIPE_V, at, "WholeReduceSum");
+    const sim::Mask lanes = sim::Mask::OfBits(mask, 256 / sizeof(T));
+    sim::RunReduceSum(dst, src, lanes, repeatTimes, dstRepStride, srcBlkStride, srcRepStride);
 }
 
 // Eight elements a repeat, each spread over a block of 32 bytes.

@@ -101,6 +101,22 @@ constexpr uint32_t ElementsOf() {
     return 256 / (sizeof(T) > sizeof(U) ? sizeof(T) : sizeof(U));
 }
 
+// Elements whose layout an instruction changes: all, if the source's places do not follow the destination's, in numbers of
+// elements. Less than a fractal is a row or a column on its way, no tile.
+template <typename T, typename U>
+uint64_t RelaidElements(const UnaryRepeatParams& params, const Mask& mask, uint32_t last, uint32_t repeats) {
+    const auto place = [](uint32_t unit, uint64_t block, uint64_t size) {
+        const uint64_t units_of_block = 32 / size / kUnit;
+        return unit / units_of_block * block * (32 / size) + unit % units_of_block * kUnit;
+    };
+    bool relaid = repeats > 1 && params.dstRepStride * (32 / sizeof(T)) != params.srcRepStride * (32 / sizeof(U));
+    for (uint32_t unit = 0; unit <= last; ++unit)
+        relaid |= place(unit, params.dstBlkStride, sizeof(T)) != place(unit, params.srcBlkStride, sizeof(U));
+    if (!relaid) return 0;
+    const uint64_t lanes = __builtin_popcountll(mask.words[0]) + __builtin_popcountll(mask.words[1]);
+    return lanes * repeats < kFractalElements ? 0 : lanes * repeats;
+}
+
 // dst = f(src): f sees eight floats and may use dst's old value only when `accumulate`.
 template <bool accumulate, typename T, typename U, typename F>
 void RunUnary(const LocalTensor<T>& dst, const LocalTensor<U>& src, const Mask& mask, int64_t repeats,
@@ -128,6 +144,7 @@ void RunUnary(const LocalTensor<T>& dst, const LocalTensor<U>& src, const Mask& 
     }
     core.counters.vector_repeats += count;
     ++core.counters.vector_instructions;
+    core.counters.relaid_elements += RelaidElements<T, U>(params, mask, last, count);
 }
 
 template <bool accumulate, typename T, typename U, typename V, typename F>

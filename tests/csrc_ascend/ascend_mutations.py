@@ -22,6 +22,7 @@ class Case:
     call: Call
     state_dtype: torch.dtype
     launches: list[tuple[str, Blocks]] | None = None
+    chip: str = "310p1"
 
 
 def cases(op: str) -> list[Case]:
@@ -29,6 +30,7 @@ def cases(op: str) -> list[Case]:
     two_heads = [Task(0, 130, 0, head, 0, 128, 0) for head in range(2)]
     one_core: list[tuple[str, Blocks]] = [("whole", [two_heads])]
     spread = chunk_head_chunk_launches(two_heads, 2, 1)
+    spread_one = chunk_head_chunk_launches(two_heads[:1], 2, 1)
     return [
         Case(make_call(op, tokens=130, value_heads=2, normalise=True), torch.float32, one_core),
         Case(
@@ -41,6 +43,8 @@ def cases(op: str) -> list[Case]:
         Case(make_call(op, tokens=64, value_heads=2, key_dim=64, value_dim=64, seed=2), torch.float16),
         Case(make_call(op, tokens=70, bounds=[0, 0, 70], seed=4), torch.float32),
         Case(make_call(op, tokens=100, bounds=[0, 36, 36, 100], initial=False, seed=3), torch.float16),
+        Case(make_call(op, tokens=130, normalise=True, seed=7), torch.float32, chip="310b1"),
+        Case(make_call(op, tokens=130, state_v_first=False, seed=8), torch.float16, spread_one, chip="310b1"),
     ]
 
 
@@ -72,4 +76,6 @@ def expected(op: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _run(op: str, case: Case, **options):
-    return run_prefill(op, case.call, state_dtype=case.state_dtype, launches=case.launches, threads=1, **options)
+    return run_prefill(
+        op, case.call, chip=case.chip, state_dtype=case.state_dtype, launches=case.launches, threads=1, **options
+    )

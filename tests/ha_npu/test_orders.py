@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ext.ha_npu.allocator import _place, allocate, lifetimes
+from vllm_ext.ha_npu import first_fit
+from vllm_ext.ha_npu.allocator import allocate, lifetimes
 from vllm_ext.ha_npu.chips import Chip, load_chip
 from vllm_ext.ha_npu.graph import Graph, Node, Tensor
 from vllm_ext.ha_npu.lowering import Program, lower
@@ -61,7 +62,7 @@ def test_live_items_never_share_bytes(op: str, in_place: bool, seed: int) -> Non
 
 def test_what_a_step_reads_and_what_it_writes_lie_apart() -> None:
     """Lifetimes that share one step overlap: the step reads the one while it writes the other."""
-    offsets, top = _place([("a", 0, 5, 64), ("b", 5, 9, 64), ("c", 6, 9, 64)])
+    offsets, top = first_fit.place([("a", 0, 5, 64), ("b", 5, 9, 64), ("c", 6, 9, 64)])
     assert offsets == {"a": 0, "b": 64, "c": 0}
     assert top == 128
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -10,8 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from vllm_ext.ha_npu.ascend_tiles import tile_places
+from vllm_ext.ha_npu.chips import load_chip
 from vllm_ext.ha_npu.chunk_plan import plan_chunk
 from vllm_ext.ha_npu.header import emit_header
+from vllm_ext.ha_npu.kernel_header import kernel_header, write_kernel_headers
 from vllm_ext.ha_npu.paper import PAPER, all_checks, beyond, mapping_example, report
 from vllm_ext.ha_npu.plan import _work, make_plan
 from vllm_ext.ha_npu.strategies import STRATEGIES
@@ -210,3 +214,65 @@ def test_the_header_compiles_and_carries_the_plan(op: str, strategy: str, tmp_pa
 def test_a_header_is_for_one_kernel() -> None:
     with pytest.raises(ValueError, match="strategy of one kernel, 'fla' has 6"):
         emit_header(make_plan("gdn", **GOOD, strategy="fla"))  # type: ignore[arg-type]
+
+
+KERNEL = {**GOOD, "strategy": "ha-npu-kernel"}
+
+
+@pytest.mark.parametrize("op", ["gdn", "kda"])
+@pytest.mark.parametrize("key_dim", [64, 128])
+@pytest.mark.parametrize("value_dim", [64, 128])
+@pytest.mark.parametrize("chip", ["310p1", "310b1"])
+def test_tiles_of_the_kernels_share_no_byte_at_any_step(op: str, key_dim: int, value_dim: int, chip: str) -> None:
+    """A 310B's L0C holds half of what a 310P's does: tiles share it there, but never at the same step."""
+    places, peaks = tile_places(op, key_dim, value_dim, load_chip(chip))
+    for place in places.values():
+        assert place.offset % load_chip(chip).buffers[place.buffer].alignment == 0
+        assert place.offset + place.nbytes <= peaks[place.buffer] <= load_chip(chip).buffers[place.buffer].usable
+    for a, b in itertools.combinations(places.values(), 2):
+        together = a.buffer == b.buffer and a.start <= b.end and b.start <= a.end
+        assert not together or a.offset + a.nbytes <= b.offset or b.offset + b.nbytes <= a.offset, (a, b)
+
+
+@pytest.mark.parametrize("op", ["gdn", "kda"])
+def test_the_kernels_header_is_that_of_their_plan(op: str, tmp_path: Path) -> None:
+    """What the command prints is what builds include; a compiler reads the same bytes out of it as the plan holds."""
+    compiler = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    plan = make_plan(op, **KERNEL)  # type: ignore[arg-type]
+    assert emit_header(plan) == kernel_header(op)
+    assert [path.name for path in write_kernel_headers(tmp_path)] == ["gdn_prefill_plan.h", "kda_prefill_plan.h"]
+    if compiler is None:
+        pytest.skip("no C++ compiler on this machine")
+    source = tmp_path / "use.cpp"
+    checks = [f"b.{p.item.split(':')[1]}.offset == {p.offset}" for p in plan.placements["fused"]]
+    checks += [f"b.{buffer}_bytes == {peak}" for buffer, peak in plan.peak_bytes.items()]
+    source.write_text(
+        f'#include "{op}_prefill_plan.h"\n'
+        f"int main() {{ const auto b = vllm_ext_plan_{op}::BuffersFor(128, 128); return !({' && '.join(checks)}); }}\n"
+    )
+    program = str(tmp_path / "use")
+    subprocess.run([compiler, "-std=c++17", "-D__CCE_AICORE__=200", "-Wall", str(source), "-o", program], check=True)
+    subprocess.run([program], check=True)
+
+
+def test_the_kernels_header_needs_the_standard_library_only(tmp_path: Path) -> None:
+    """A wheel is built in an environment without numpy."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-S", "-m", "vllm_ext.ha_npu.kernel_header", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=root)
+    assert (tmp_path / "gdn_prefill_plan.h").read_text() == kernel_header("gdn")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"op": "gla"}, "no kernel for 'gla'; there are gdn, kda"),
+        ({"chip": "910b4"}, r"no kernel for 910b4 \(dav-2201\)"),
+        ({"head_dim": 96}, "head_dim of 64 or 128, got 96"),
+        ({"chunk_size": 32}, "chunk_size of 64, got 32"),
+    ],
+)
+def test_a_plan_without_a_kernel_says_so(change: dict[str, object], message: str) -> None:
+    arguments = {"op": "gdn", **KERNEL, **change}
+    with pytest.raises(ValueError, match=message):
+        make_plan(**arguments)  # type: ignore[arg-type]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from vllm_ext.ha_npu.first_fit import Job, Placement, best_fit
 from vllm_ext.ha_npu.lowering import Program
 
 
@@ -14,18 +15,6 @@ class Lifetime:
 
     item: str
     root: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Placement:
-    """An item's place: bytes [offset, offset + nbytes) of its buffer during steps start..end."""
-
-    item: str
-    buffer: str
-    offset: int
-    nbytes: int
     start: int
     end: int
 
@@ -130,36 +119,10 @@ def _occupancy(program: Program, order: Sequence[str], blocks: Mapping[str, list
     return {key: tuple(values) for key, values in totals.items()}
 
 
-Job = tuple[str, int, int, int]
-RANKS: tuple[Callable[[Job], tuple[int, int]], ...] = (
-    lambda job: (-job[3], job[1]),
-    lambda job: (job[1], -job[3]),
-    lambda job: (job[1] - job[2], -job[3]),
-    lambda job: (-job[2], -job[3]),
-    lambda job: (-(job[2] - job[1] + 1) * job[3], job[1]),
-)
-"""Orders in which to place (name, start, end, size): largest, earliest, longest, latest-ending, largest area first."""
-
-
 def _first_fit(
     program: Program, spans: Mapping[str, tuple[int, int]], scratch: Mapping[str, tuple[int, int]]
 ) -> tuple[dict[str, int], int]:
     """Offsets that keep overlapping lifetimes apart, and the top: the best of first fit in several orders."""
     jobs: list[Job] = [(root, start, end, program.items[root].nbytes) for root, (start, end) in spans.items()]
     jobs += [(name, index, index, size) for name, (index, size) in scratch.items()]
-    pinned = {root for root in spans if program.items[root].pinned}
-    results = [_place(sorted(jobs, key=lambda job: (job[0] not in pinned, *rank(job)))) for rank in RANKS]
-    return min(results, key=lambda result: result[1])
-
-
-def _place(jobs: Sequence[Job]) -> tuple[dict[str, int], int]:
-    placed: list[tuple[int, int, int, int]] = []
-    offsets: dict[str, int] = {}
-    for name, start, end, size in jobs:
-        offset = 0
-        for bottom, top, first, last in sorted(placed):
-            if first <= end and start <= last and bottom < offset + size and offset < top:
-                offset = top
-        placed.append((offset, offset + size, start, end))
-        offsets[name] = offset
-    return offsets, max((top for _, top, _, _ in placed), default=0)
+    return best_fit(jobs, {root for root in spans if program.items[root].pinned})

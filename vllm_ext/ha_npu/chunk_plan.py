@@ -10,9 +10,15 @@ from vllm_ext.ha_npu.allocator import Allocation, allocate
 from vllm_ext.ha_npu.chips import BUFFERS, Chip, load_chip
 from vllm_ext.ha_npu.dataflow import Dataflow, KernelTraffic, chunk_products, kernel_graph, kernel_traffic
 from vllm_ext.ha_npu.graph import Graph
-from vllm_ext.ha_npu.layout import BLOCKED, DENSE, LayoutPlan, fixed_layout_cost, plan_layouts, vector_nodes
+from vllm_ext.ha_npu.layout import BLOCKED, DENSE, LayoutPlan, fixed_layout_transforms, plan_layouts, vector_nodes
 from vllm_ext.ha_npu.lowering import FP16, FP32, STAGING_DEPTH, Program, lower
-from vllm_ext.ha_npu.products import ProductCounts, cheapest_product_order, count_products, operator_product_order
+from vllm_ext.ha_npu.products import (
+    ProductCounts,
+    cheapest_product_order,
+    count_products,
+    operand_fractals,
+    operator_product_order,
+)
 from vllm_ext.ha_npu.reorder import best_order, operator_order
 from vllm_ext.ha_npu.strategies import STRATEGIES
 
@@ -46,16 +52,20 @@ class KernelPlan:
                 total += 2 * FP32 * elements
         return total * self.traffic.kernel.column_tiles
 
+    def path_head_gm_bytes(self) -> int:
+        """The same for a head of a sequence, once."""
+        return 0
+
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """All kernels of a strategy for one chunk of one head."""
+    """All kernels of a strategy for one chunk of one head; `transforms` are (tile, its new layout, fractals)."""
 
     dataflow: Dataflow
     kernels: tuple[KernelPlan, ...]
     products: ProductCounts
     layouts: LayoutPlan | None
-    transforms: int
+    transforms: tuple[tuple[str, str, int], ...]
 
     @property
     def peak_bytes(self) -> dict[str, int]:
@@ -123,18 +133,23 @@ def plan_chunk(op: str, chip_name: str, head_dim: int, chunk_size: int, strategy
         cheapest_product_order(dataflow.graph, dataflow.policy) if tuned else operator_product_order(dataflow.graph)
     )
     kernels = []
-    transforms = 0
+    transforms: list[tuple[str, str, int]] = []
     for traffic in kernel_traffic(dataflow):
         graph = kernel_graph(dataflow, traffic)
         products = tuple(name for name in sequence if name in graph.nodes) if fused else ()
         kernels.append(plan_kernel(graph, chip, traffic, products, orders, f"{strategy} {op}"))
         if chip.blocked_operands and not fused:
-            transforms += fixed_layout_cost(graph, DENSE)[1] * traffic.kernel.column_tiles
+            transforms += transformed(graph, fixed_layout_transforms(graph, DENSE)) * traffic.kernel.column_tiles
     layouts = plan_layouts(dataflow.graph, LAYOUT_PREVIEW_CHUNKS) if fused and chip.blocked_operands else None
     if layouts is not None:
-        transforms = len(layouts.transforms)
+        transforms = transformed(dataflow.graph, layouts.transforms)
     counts = count_products(dataflow.graph, sequence, dataflow.policy) if fused else chunk_products(dataflow)
-    return ChunkPlan(dataflow, tuple(kernels), counts, layouts, transforms)
+    return ChunkPlan(dataflow, tuple(kernels), counts, layouts, tuple(transforms))
+
+
+def transformed(graph: Graph, transforms: Sequence[tuple[str, str]]) -> list[tuple[str, str, int]]:
+    """Transforms with the fractals, 16x16 tiles, they move."""
+    return [(name, layout, operand_fractals(graph, name)) for name, layout in transforms]
 
 
 def tensor_layouts(plan: ChunkPlan) -> Mapping[str, str]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_ext.ha_npu.ascend_tiles import KERNEL_STRATEGY
 from vllm_ext.ha_npu.chips import chip_names, load_chip
 from vllm_ext.ha_npu.header import emit_header
 from vllm_ext.ha_npu.mapping import CHUNKS, COLUMNS, WHOLE
@@ -29,7 +30,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seq-lens", metavar="N,N,...", help="lengths of several sequences")
     parser.add_argument("--head-dim", type=int, default=128, help="key and value dimension (default: %(default)s)")
     parser.add_argument("--chunk-size", type=int, default=64, help="tokens a chunk (default: %(default)s)")
-    parser.add_argument("--strategy", default="ha-npu", help=f"one of {', '.join(STRATEGIES)} (default: %(default)s)")
+    parser.add_argument(
+        "--strategy",
+        default="ha-npu",
+        help=f"one of {', '.join((*STRATEGIES, KERNEL_STRATEGY))} (default: %(default)s)",
+    )
     parser.add_argument("--compare", action="store_true", help="all strategies side by side")
     parser.add_argument("--plot", metavar="FOLDER", help="draw the schedule, the buffers and the dataflow as PNG files")
     parser.add_argument(
@@ -175,7 +180,7 @@ def table(plan: Plan) -> str:
         *((("  missing paths", _mib(traffic.path_gm_bytes)),) if traffic.path_gm_bytes else ()),
         ("L1 to L0", _mib(traffic.l1_to_l0_bytes, traffic.tail.l1_to_l0_bytes)),
         ("device memory", _mib(traffic.device_bytes, traffic.tail.device_bytes)),
-        ("layout transforms", f"{traffic.transforms} ({plan.chunk.transforms} a chunk of a head)"),
+        ("layout transforms", f"{traffic.transforms} ({len(plan.chunk.transforms)} a chunk of a head)"),
         *((f"peak {name.upper()}", _peak(plan, name)) for name in plan.peak_bytes),
         ("order", ", ".join(sorted({kernel.order_kind for kernel in plan.chunk.kernels}))),
         ("whole heads", _names(plan, WHOLE)),
@@ -207,7 +212,7 @@ COMPARED = ("launches", "GM MiB", "L1-L0 MiB", "device MiB", "GMAC", "transforms
 def compare(args: argparse.Namespace) -> str:
     """One line a strategy; a strategy the chip cannot hold says why, unless it is the one asked for."""
     lines = [f"{'strategy':14}" + "".join(f"{name:>12}" for name in COMPARED)]
-    for strategy in STRATEGIES:
+    for strategy in (*STRATEGIES, *((KERNEL_STRATEGY,) if args.strategy == KERNEL_STRATEGY else ())):
         try:
             plan = _plan(args, strategy)
         except ValueError as error:

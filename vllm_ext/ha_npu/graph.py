@@ -24,6 +24,7 @@ class Tensor:
     value_axis  which axis runs over the value columns, 0 or 1, or None: a head is split along it without a reduction
     token_axis  whether the rows run over tokens, so that a short last chunk has fewer of them
     triangular  whether only the part on and below the diagonal is used
+    stored      elements in global memory where those are not all of them: a triangle stored without its other half
     """
 
     name: str
@@ -34,6 +35,7 @@ class Tensor:
     value_axis: int | None = None
     token_axis: bool = True
     triangular: bool = False
+    stored: int | None = None
 
     @property
     def elements(self) -> int:
@@ -42,7 +44,7 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Bytes in global memory."""
-        return self.elements * ITEM_BYTES[self.dtype]
+        return (self.elements if self.stored is None else self.stored) * ITEM_BYTES[self.dtype]
 
     @property
     def is_vector(self) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from vllm_ext.ha_npu.ascend_tiles import KERNEL_STRATEGY
 from vllm_ext.ha_npu.inversion import TILE
+from vllm_ext.ha_npu.kernel_header import kernel_header
 from vllm_ext.ha_npu.layout import BLOCKED
 from vllm_ext.ha_npu.lowering import FP32, VECTOR_REPEAT_BYTES
 from vllm_ext.ha_npu.mapping import CHUNKS, COLUMNS, WHOLE
@@ -26,8 +28,12 @@ def _constant(name: str, value: int, comment: str = "") -> str:
 def emit_header(plan: Plan) -> str:
     """A C++ header: sizes, offsets in every buffer, the order of steps, layouts and the mapping.
 
+    That of `ha-npu-kernel` is what the Ascend C kernels include: the place of every tile, for every size and chip.
+
     Raises ValueError for a strategy of several kernels, which has no single set of offsets.
     """
+    if plan.strategy == KERNEL_STRATEGY:
+        return kernel_header(plan.op)
     if len(plan.chunk.kernels) != 1:
         raise ValueError(
             f"ha_npu: a header needs a strategy of one kernel, {plan.strategy!r} has {len(plan.chunk.kernels)}"

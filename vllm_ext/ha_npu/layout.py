@@ -226,6 +226,11 @@ def plan_layouts(graph: Graph, chunks: int, costs: LayoutCosts | None = None) ->
 
 def fixed_layout_cost(graph: Graph, layout: str, costs: LayoutCosts | None = None) -> tuple[float, int]:
     """(cost, transforms) of a chunk with every vector step in one layout: what there is without planning."""
-    costs = costs or LayoutCosts()
-    cost, transforms = assignment_cost(graph, costs, dict.fromkeys(vector_nodes(graph), layout), layout)
+    steps = dict.fromkeys(vector_nodes(graph), layout)
+    cost, transforms = assignment_cost(graph, costs or LayoutCosts(), steps, layout)
     return cost, len(transforms)
+
+
+def fixed_layout_transforms(graph: Graph, layout: str) -> tuple[tuple[str, str], ...]:
+    """The transforms of `fixed_layout_cost`."""
+    return assignment_cost(graph, LayoutCosts(), dict.fromkeys(vector_nodes(graph), layout), layout)[1]

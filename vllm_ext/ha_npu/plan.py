@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from vllm_ext.ha_npu.allocator import Placement
+from vllm_ext.ha_npu.ascend_kernels import kernel_tail, plan_kernel_chunk
+from vllm_ext.ha_npu.ascend_tiles import CHUNK, KERNEL_STRATEGY
 from vllm_ext.ha_npu.chips import Chip, load_chip
 from vllm_ext.ha_npu.chunk_plan import ChunkPlan, plan_chunk, tensor_layouts
 from vllm_ext.ha_npu.dataflow import chunk_gm_bytes, chunk_products, device_bytes, head_state_bytes
+from vllm_ext.ha_npu.first_fit import Placement
 from vllm_ext.ha_npu.inversion import TILE
 from vllm_ext.ha_npu.layout import LayoutCosts, LayoutPlan, plan_layouts
 from vllm_ext.ha_npu.mapping import CHUNKS, HeadMapping, map_heads, map_stages
@@ -33,6 +35,7 @@ class TailCost:
     l1_to_l0_bytes: int = 0
     device_bytes: int = 0
     macs: int = 0
+    relaid_fractals: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Traffic:
     l1_to_l0_bytes      operands of the matrix unit
     device_bytes        peak of device memory
     transforms          tiles brought from one layout into the other
+    relaid_fractals     the same in 16x16 tiles: what those transforms move
     gm_by_kernel        gm_bytes by kernel, the states at the ends under "states"
     """
 
@@ -54,6 +58,7 @@ class Traffic:
     l1_to_l0_bytes: int
     device_bytes: int
     transforms: int
+    relaid_fractals: int
     gm_by_kernel: Mapping[str, int]
 
     @property
@@ -138,6 +143,7 @@ class Plan:
                 "l1_to_l0_bytes": self.traffic.l1_to_l0_bytes,
                 "device_bytes": self.traffic.device_bytes,
                 "transforms": self.traffic.transforms,
+                "relaid_fractals": self.traffic.relaid_fractals,
                 "gm_by_kernel": dict(self.traffic.gm_by_kernel),
             },
             "peak_bytes": self.peak_bytes,
@@ -225,29 +231,29 @@ def make_plan(
     chip        the name of a file in `chips/`
     num_heads   heads; num_tokens tokens in all, of one sequence, or of several whose lengths are `seq_lens`
     head_dim    key and value dimension of a head, chunk_size tokens a chunk; both multiples of 16
-    strategy    "ha-npu", "ha-npu-tuned" or a baseline: "fla", "fla-megakernel", "flash-qla", "vllm-ascend"
+    strategy    "ha-npu", "ha-npu-tuned", or a baseline: "fla", "fla-megakernel", "flash-qla", "vllm-ascend"; or
+                "ha-npu-kernel", what this project's Ascend C kernels do (gdn, kda; head_dim 64, 128; 310P, 310B)
 
     Raises ValueError on an unknown name, a value that is no positive whole number, a head the chip cannot hold, or more
     than `MAX_HEADS` heads, `MAX_TOKENS` tokens or `MAX_SEQUENCE_HEADS` heads of all sequences together.
     """
     if not isinstance(op, str) or op not in OPERATORS:
         raise ValueError(f"ha_npu: unknown operator {op!r}; known: {', '.join(sorted(OPERATORS))}")
-    if not isinstance(strategy, str) or strategy not in STRATEGIES:
-        raise ValueError(f"ha_npu: unknown strategy {strategy!r}; known: {', '.join(STRATEGIES)}")
+    if not isinstance(strategy, str) or strategy not in (*STRATEGIES, KERNEL_STRATEGY):
+        raise ValueError(f"ha_npu: unknown strategy {strategy!r}; known: {', '.join((*STRATEGIES, KERNEL_STRATEGY))}")
     target = load_chip(chip)
     heads = _whole_number("num_heads", num_heads, most=MAX_HEADS)
     dim = _whole_number("head_dim", head_dim, least=TILE, multiple=TILE)
     chunk = _whole_number("chunk_size", chunk_size, least=TILE, multiple=TILE)
     lengths = _sequences(num_tokens, seq_lens, heads)
 
-    chunk_plan = plan_chunk(op, target.name, dim, chunk, strategy)
-    work = _work(op, target.name, dim, chunk, strategy)
+    chunk_plan, work = _chunk_plan(op, target.name, dim, chunk, strategy)
     chunks = [-(-length // chunk) for length in lengths]
     if strategy.startswith("ha-npu"):
         mapping = map_heads(heads, target.cores, chunks, work)
-        layout_plan = (
-            plan_layouts(chunk_plan.dataflow.graph, max(chunks), LayoutCosts()) if chunk_plan.layouts else None
-        )
+        layout_plan = chunk_plan.layouts
+        if layout_plan is not None and strategy != KERNEL_STRATEGY:
+            layout_plan = plan_layouts(chunk_plan.dataflow.graph, max(chunks), LayoutCosts())
     else:
         mapping = map_stages(heads, target.cores, chunks, work)
         layout_plan = None
@@ -257,6 +263,15 @@ def make_plan(
     return Plan(
         op, target, heads, lengths, dim, chunk, strategy, traffic, macs, mapping, launches, chunk_plan, layout_plan
     )
+
+
+def _chunk_plan(op: str, chip: str, head_dim: int, chunk_size: int, strategy: str) -> tuple[ChunkPlan, ChunkWork]:
+    """The kernels' own plan deals heads to cores as HA-NPU's does."""
+    if strategy != KERNEL_STRATEGY:
+        return plan_chunk(op, chip, head_dim, chunk_size, strategy), _work(op, chip, head_dim, chunk_size, strategy)
+    if chunk_size != CHUNK:
+        raise ValueError(f"ha_npu: {KERNEL_STRATEGY}: the kernels take a chunk_size of {CHUNK}, got {chunk_size}")
+    return plan_kernel_chunk(op, chip, head_dim), _work(op, chip, head_dim, chunk_size, "ha-npu")
 
 
 def _traffic(plan: ChunkPlan, chip: Chip, heads: int, lengths: Sequence[int], mapping: HeadMapping) -> Traffic:
@@ -276,10 +291,12 @@ def _traffic(plan: ChunkPlan, chip: Chip, heads: int, lengths: Sequence[int], ma
     return Traffic(
         gm_bytes=sum(by_kernel.values()),
         tail=_tail(plan, chip, lengths, mapping),
-        path_gm_bytes=chunks * sum(kernel.path_gm_bytes() for kernel in plan.kernels),
+        path_gm_bytes=chunks * sum(kernel.path_gm_bytes() for kernel in plan.kernels)
+        + heads * len(lengths) * sum(kernel.path_head_gm_bytes() for kernel in plan.kernels),
         l1_to_l0_bytes=chunks * plan.products.fractals * FRACTAL_BYTES if chip.has_l0 else 0,
         device_bytes=device_bytes(dataflow, heads, lengths),
-        transforms=chunks * plan.transforms,
+        transforms=chunks * len(plan.transforms),
+        relaid_fractals=chunks * sum(fractals for _, _, fractals in plan.transforms),
         gm_by_kernel=by_kernel,
     )
 
@@ -287,6 +304,9 @@ def _traffic(plan: ChunkPlan, chip: Chip, heads: int, lengths: Sequence[int], ma
 def _tail(plan: ChunkPlan, chip: Chip, lengths: Sequence[int], mapping: HeadMapping) -> TailCost:
     flow = plan.dataflow
     size = flow.graph.chunk_size
+    if flow.name == KERNEL_STRATEGY:
+        more = kernel_tail(flow.graph.op, chip, flow.graph.head_dim, lengths, mapping)
+        return TailCost(more.gm_bytes, more.fractals * FRACTAL_BYTES, 0, more.products * PRODUCT_MACS, more.relaid)
     whole = plan.products
     fractals = products = device = 0
     for (sequence, _), parts in mapping.column_parts.items():

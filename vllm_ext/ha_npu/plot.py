@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_ext.ha_npu.allocator import Allocation, Placement, allocate
+from vllm_ext.ha_npu.allocator import Allocation, allocate
+from vllm_ext.ha_npu.first_fit import Placement
 from vllm_ext.ha_npu.lowering import Program, lower
 from vllm_ext.ha_npu.mapping import CHUNKS, COLUMNS, WHOLE
 from vllm_ext.ha_npu.plan import Plan

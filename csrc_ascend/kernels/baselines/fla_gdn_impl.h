@@ -145,7 +145,7 @@ __aicore__ inline void FlaGdn::ProductToUb(const FloatTile& dst, const HalfTile&
 __aicore__ inline void FlaGdn::Kkt() {
     LoadRows(rows_, k_, shape_.key_heads, task_.head / (shape_.value_heads / shape_.key_heads));
     HA_ORDER(V_MTE3);
-    RowsToL1(first_, rows_, kChunk, kDimTiles);
+    RowsToL1(WayToL1(), first_, rows_, kChunk, kDimTiles);
     LoadSums(true);
     Decays();
     ProductToUb(square_, first_, first_, kChunkTiles);
@@ -250,7 +250,7 @@ __aicore__ inline void FlaGdn::States() {
         HA_ORDER(MTE2_MTE1);
         Cast(Half(y_), state_, RoundMode::CAST_NONE, columns * kDim);
         HA_ORDER(V_MTE3);
-        RowsToL1(second_, rows_, kChunk, kDimTiles);
+        RowsToL1(WayToL1(), second_, rows_, kChunk, kDimTiles);
         DataCopy(fourth_, Half(y_), columns * kDim);
         DataCopy(Stored(6)[task_.column_begin * kDim], Half(y_), columns * kDim);
         ProductToUb(x_, first_, fourth_, tiles);
@@ -301,8 +301,8 @@ __aicore__ inline void FlaGdn::Outputs() {
     DataCopy(fourth_, Stored(6)[task_.column_begin * kDim], columns * kDim);
     HA_ORDER(MTE2_MTE1);
     HA_ORDER(V_MTE3);
-    RowsToL1(first_, rows_, kChunk, kDimTiles);
-    RowsToL1(second_, more_rows_, kChunk, kDimTiles);
+    RowsToL1(WayToL1(), first_, rows_, kChunk, kDimTiles);
+    RowsToL1(WayToL1(), second_, more_rows_, kChunk, kDimTiles);
     Decays();
     ProductToUb(square_, first_, second_, kChunkTiles);
     ProductToUb(x_, first_, fourth_, tiles);

@@ -9,15 +9,21 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 
 from vllm_ext.ha_npu.chips import Chip, chip_names, load_chip
+from vllm_ext.ha_npu.kernel_header import KERNEL_HEADERS, kernel_header
 
 SOURCE_DIR = Path(__file__).resolve().parents[4] / "csrc_ascend"
 KERNEL_ENTRY = SOURCE_DIR / "simulator" / "kernels.cpp"
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-fno-math-errno")
+_FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-fno-math-errno"),
+    "-fno-gnu-unique",  # or two objects in one process would share the tables of the first
+)
+DEFAULT_AICORE = 200
+"""What the simulator's headers take `__CCE_AICORE__` for when nothing defines it."""
 _AICORE = {"dav-2002": 200, "dav-2201": 220, "dav-3002": 300}
 
 
@@ -49,6 +55,13 @@ def simulated_chips() -> tuple[str, ...]:
     return tuple(name for name in chip_names() if load_chip(name).npu_arch in _AICORE)
 
 
+def aicore(chip: str) -> int:
+    """`__CCE_AICORE__` of a chip's compiler. Raises ValueError for a chip there is no simulator of."""
+    if chip not in simulated_chips():
+        raise ValueError(f"ascend-sim: no simulated chip {chip!r}; there are {', '.join(simulated_chips())}")
+    return _AICORE[load_chip(chip).npu_arch]
+
+
 def chip_table() -> str:
     """C++ source of the chips' descriptions, from the planner's chip files."""
     rows = ",\n    ".join(_chip_row(load_chip(name)) for name in simulated_chips())
@@ -56,6 +69,12 @@ def chip_table() -> str:
         '// Generated from vllm_ext/ha_npu/chips.\n#pragma once\n#include "chip.h"\n\n'
         f"namespace AscendC {{\nnamespace sim {{\nconstexpr ChipSpec kChips[] = {{\n    {rows}}};\n}}\n}}\n"
     )
+
+
+def generated_headers() -> dict[str, str]:
+    """What is generated for a build, by file name: the chips, and each kernel's constants from its plan."""
+    plans = {name: kernel_header(op) for op, name in KERNEL_HEADERS.items()}
+    return {"chip_table.h": chip_table(), **plans}
 
 
 def _chip_row(chip: Chip) -> str:
@@ -84,15 +103,16 @@ def build(entry: Path = KERNEL_ENTRY, *, include: Iterable[Path] = (), defines: 
     cxx = compiler()
     if cxx is None:
         raise RuntimeError(f"ascend-sim: {missing()}")
-    table = chip_table()
+    generated = generated_headers()
     folders = [SOURCE_DIR / "simulator", SOURCE_DIR / "kernels", *include]
     flags = [*_FLAGS, *(f"-D{define}" for define in defines)]
-    target = cache_dir() / f"{entry.stem}-{_digest(entry, folders, table, [cxx, *flags])}.so"
+    target = cache_dir() / f"{entry.stem}-{_digest(entry, folders, generated, [cxx, *flags])}.so"
     if target.is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        Path(scratch, "chip_table.h").write_text(table, encoding="utf-8")
+        for name, text in generated.items():
+            Path(scratch, name).write_text(text, encoding="utf-8")
         output = Path(scratch, "built.so")
         command = [cxx, *flags, f"-I{scratch}", *(f"-I{folder}" for folder in folders), str(entry), "-o", str(output)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -102,13 +122,13 @@ def build(entry: Path = KERNEL_ENTRY, *, include: Iterable[Path] = (), defines: 
     return target
 
 
-def _digest(entry: Path, folders: list[Path], table: str, command: list[str]) -> str:
-    """Of all the object depends on: sources, chips, compiler, flags, and the machine -march=native stands for."""
+def _digest(entry: Path, folders: list[Path], generated: Mapping[str, str], command: list[str]) -> str:
+    """Of all the object depends on: sources, chips, plans, compiler, flags, the machine -march=native stands for."""
     digest = hashlib.sha256()
     sources = {entry, *(path for folder in folders for path in folder.rglob("*") if path.suffix in (".h", ".cpp"))}
     for path in sorted(sources):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    for text in (table, *command, platform.machine(), _cpu_flags()):
+    for text in (*generated.values(), *command, platform.machine(), _cpu_flags()):
         digest.update(text.encode() + b"\0")
     return digest.hexdigest()[:20]
 

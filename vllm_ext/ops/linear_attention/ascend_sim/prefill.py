@@ -84,12 +84,13 @@ def run_prefill(
     options = [initial is not None, final is not None, state_dtype == torch.float16]
     options += [call.state_v_first, call.use_qk_l2norm_in_kernel]
     workspace = None
-    if any(phase != "whole" for phase, _ in launches):
+    scratch = 0 if load_chip(chip).ub_to_l1 else 2 * key_dim * value_dim * max(len(blocks) for _, blocks in launches)
+    if scratch or any(phase != "whole" for phase, _ in launches):
         units = num_value_heads * gates.shape[1] // CHUNK
         halves = 2 * LOWER_HALVES + (CHUNK + key_dim) * value_dim
         if op.startswith("fla"):
             halves = 2 * CHUNK + 3 * CHUNK * CHUNK + 3 * CHUNK * value_dim + key_dim * value_dim
-        workspace = torch.empty(units * halves, dtype=torch.float16)
+        workspace = torch.empty(units * halves + scratch, dtype=torch.float16)
     with Session(chip, threads=threads) as session:
         if mutation is not None:
             session.mutate(*mutation)

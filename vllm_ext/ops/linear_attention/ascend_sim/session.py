@@ -12,11 +12,24 @@ from types import TracebackType
 
 import torch
 
-from vllm_ext.ops.linear_attention.ascend_sim.build import build, load
+from vllm_ext.ha_npu.ascend_tiles import FAMILIES
+from vllm_ext.ha_npu.chips import BUFFERS, load_chip
+from vllm_ext.ops.linear_attention.ascend_sim.build import DEFAULT_AICORE, aicore, build, load
 
-_prefill_kernels = cache(build)  # looks at the sources once a process
 _MODES = {"in": 0, "out": 1, "workspace": 2}
 _ERROR_BYTES = 4096
+
+
+@cache
+def prefill_kernels(chip: str) -> Path:
+    """The kernels compiled for a chip's family; looks at the sources once a process.
+
+    Raises RuntimeError for a family there are no prefill kernels for.
+    """
+    if load_chip(chip).npu_arch not in FAMILIES:
+        raise RuntimeError(f"ascend-sim: there are no prefill kernels for {chip}, only for {', '.join(FAMILIES)}")
+    family = aicore(chip)
+    return build() if family == DEFAULT_AICORE else build(defines=(f"__CCE_AICORE__={family}",))
 
 
 class SimulatorViolation(RuntimeError):
@@ -41,7 +54,7 @@ class Counters:
     gm_to_l1_bytes: int
     flags: int
     barriers: int
-    layout_transforms: int
+    relaid_elements: int
     cast_overflows: int
     scalar_accesses: int
     peak_ub: int
@@ -61,6 +74,16 @@ class Counters:
         return 512 * (self.l1_to_l0a_fractals + self.l1_to_l0b_fractals)
 
     @property
+    def relaid_fractals(self) -> int:
+        """Tiles of 16x16 whose layout changed on the core, rows to blocks or back."""
+        return self.relaid_elements // 256
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """The highest byte in use of each buffer, as a plan's `peak_bytes`."""
+        return {name: getattr(self, f"peak_{name}") for name in BUFFERS}
+
+    @property
     def macs(self) -> int:
         """Multiply-accumulates of the cube, whole fractals."""
         return 4096 * self.mac_fractals
@@ -70,7 +93,7 @@ class Session:
     """Open it with `with`; launches share the tensors registered so far."""
 
     def __init__(self, chip: str, *, library: Path | None = None, threads: int | None = None) -> None:
-        self._library = load(library or _prefill_kernels())
+        self._library = load(library or prefill_kernels(chip))
         count = threads or min(4, os.cpu_count() or 1)
         self._handle = self._library.sim_open(chip.encode(), count)
         if not self._handle:
