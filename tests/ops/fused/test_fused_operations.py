@@ -9,8 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ext.ops.fused import confidence_argmax, norm_chain, norm_rope_heads, rms_norm, softmax_topk, token_statistics
+from vllm_ext.ops.fused import (
+    activation_and_mul,
+    confidence_argmax,
+    norm_chain,
+    norm_rope_heads,
+    probabilities,
+    rms_norm,
+    softmax_topk,
+    token_statistics,
+)
 from vllm_ext.ops.fused import reference as exact
+from vllm_ext.ops.moe.activation import pointwise
 
 # Rounding to BF16 errs by 2^-9 of the value; Triton's interpreter cuts off instead of rounding, and errs by 2^-8.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -175,3 +185,23 @@ def test_sampling_draws_what_multinomial_would() -> None:
     torch.testing.assert_close(processed.float(), z.bfloat16().float(), rtol=2**-7, atol=1e-6)
     sums = torch.logsumexp(processed.double(), -1)
     torch.testing.assert_close(found.log_sum.double(), sums, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_activation_and_mul_rounds_like_two_modules(activation: str) -> None:
+    gate_up = draw(3, 2 * 70)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    wanted = pointwise(gate, activation) * up
+    found = activation_and_mul(gate_up, activation).double()
+    assert float((found - wanted).abs().max()) < 2 * ONE_ROUNDING * float(wanted.abs().max())
+
+
+def test_probabilities_come_back_from_logits_and_their_sum() -> None:
+    """The first step of a canvas is conditioned on nothing: a row whose sum is infinite has no probabilities."""
+    logits = draw(3, 5000, scale=3)
+    log_sum = torch.logsumexp(logits.float(), -1)
+    log_sum[1] = float("inf")
+    out = torch.full((3, 5000), float("nan"), dtype=torch.bfloat16)
+    probabilities(logits, log_sum, out)
+    assert not out[1].any()
+    close(out[[0, 2]], torch.softmax(logits[[0, 2]].double(), -1))

@@ -72,3 +72,12 @@ def token_statistics(
         log_sum = torch.logsumexp(processed.float(), -1)
     # argmax of torch on CPUs and CUDA devices returns the first of equals.
     return TokenStatistics(p.amax(-1), z.argmax(-1), entropy, sample, processed, log_sum)
+
+
+def probabilities(processed: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """exp(processed - log_sum) a row of [M, V], rounded into `out` and returned; a row with log_sum inf becomes 0."""
+    if runs_triton(processed) and processed.numel():
+        from vllm_ext.ops.fused.triton.vocabulary import probabilities as kernel
+
+        return kernel(processed, log_sum, out)
+    return out.copy_(torch.exp(processed.float() - log_sum[:, None]))

@@ -187,3 +187,20 @@ def token_statistics(
     )
     sample = indices[1] if noise is not None else None
     return numbers[0], indices[0], numbers[1], sample, processed, numbers[2] if processed is not None else None
+
+
+@triton.jit
+def _probabilities_kernel(processed, log_sum, out, COLUMNS, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < COLUMNS
+    x = tl.load(processed + row * COLUMNS + column, mask=mask, other=0.0).to(tl.float32)
+    p = tl.exp(x - tl.load(log_sum + row))
+    tl.store(out + row * COLUMNS + column, p.to(out.dtype.element_ty), mask=mask)
+
+
+def probabilities(processed: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """exp(processed - log_sum) into `out`."""
+    rows, columns = processed.shape
+    _probabilities_kernel[(rows, triton.cdiv(columns, 4096))](processed, log_sum, out, columns, BLOCK=4096, num_warps=8)
+    return out
