@@ -117,6 +117,20 @@ def uses_eplb(layer: Any) -> bool:
     return bool(getattr(parallel, "enable_eplb", False) or getattr(layer, "enable_eplb", False))
 
 
+def elements_loaded(layer: Any) -> int:
+    """How many elements of a layer that is quantised at load have arrived."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    return int(get_layerwise_info(layer).load_numel)
+
+
+def loads_dummy_weights() -> bool:
+    """Whether the model being built gets random weights instead of a checkpoint's."""
+    from vllm.config import get_current_vllm_config
+
+    return str(get_current_vllm_config().load_config.load_format) == "dummy"
+
+
 def compressed_tensors_config(config: Any) -> Any:
     """vLLM's own configuration of a compressed-tensors checkpoint."""
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig

@@ -63,5 +63,15 @@ _HOOKS = (
         (f"vllm.models.kimi_k3.{vendor}.ops.third_party.kda", f"{_LINEAR_ATTENTION}:hook_kda_kernels")
         for vendor in ("nvidia", "amd")
     ),
+    ("vllm.model_executor.models.bailing_moe_v3", f"{_LINEAR_ATTENTION}:hook_bailing_layer"),
+    ("vllm.v1.worker.gpu_worker", "vllm_ext.model_executor.linear_attention_failures:hook_worker"),
+    ("vllm.v1.core.sched.scheduler", "vllm_ext.model_executor.linear_attention_failures:hook_scheduler"),
     ("vllm.model_executor.model_loader.base_loader", "vllm_ext.model_executor.hooks:wrap_load_model"),
+    (
+        "vllm.model_executor.model_loader.default_loader",
+        "vllm_ext.model_executor.packed_names:wrap_get_all_weights",
+    ),
+    ("vllm_ascend.platform", "vllm_ext.model_executor.ascend.platform:allow_quantization"),
+    ("vllm_ascend._310p.ops.fla.gdn_310", "vllm_ext.model_executor.ascend.gdn:hook_310p"),
+    ("vllm_ascend.ops.gdn", "vllm_ext.model_executor.ascend.gdn:hook_a2"),
 )

@@ -127,11 +127,39 @@ class AtLoadMoEMethod(_RunsW4A16, compat.online_moe_method_base()):  # type: ign
         super().__init__(layer.moe_config)
         self._set_up(prefix, options, report)
         self.scheme = scheme
+        self.without_checkpoint = compat.loads_dummy_weights()
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register 16-bit parameters on the meta device, which vLLM fills once all of a layer's weights are there."""
+        expert_loader = extra_weight_attrs["weight_loader"]
+        extra_weight_attrs["weight_loader"] = load_part_or_whole
+        super().create_weights(
+            layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra_weight_attrs
+        )
+        for parameter in layer.parameters(recurse=False):
+            if hasattr(parameter, "weight_loader"):
+                parameter.__class__ = FilledByCopy
+                parameter.expert_loader = expert_loader
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the layer's 16-bit experts by 4-bit ones."""
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
+        loaded = compat.elements_loaded(layer)
+        wanted = sum(tensor.numel() for tensor in layer.parameters(recurse=False) if isinstance(tensor, FilledByCopy))
+        if loaded < wanted and not self.without_checkpoint:
+            raise ValueError(
+                f"w4a16-grouped, layer {self.prefix}: {loaded} of {wanted} elements of its experts arrived; the "
+                "checkpoint lacks the others, or the model's loader does not know their names: check it is complete"
+            )
         w13, w2 = layer.w13_weight.data, layer.w2_weight.data
         _, interleaved = moe_activation(layer.activation, self.prefix)
         if interleaved:
@@ -140,6 +168,28 @@ class AtLoadMoEMethod(_RunsW4A16, compat.online_moe_method_base()):  # type: ign
         q13 = self.scheme.quantize(w13, "w13", name=f"{self.prefix}.w13_weight")
         q2 = self.scheme.quantize(w2, "w2", name=f"{self.prefix}.w2_weight")
         self._finish(layer, q13, q2, w13.dtype, before)
+
+
+class FilledByCopy(torch.nn.Parameter):
+    """A parameter on the meta device that loads what a model copies into it.
+
+    Some models (gpt-oss) fill experts by `parameter.copy_(tensor)` and not through its loader; on the meta device that
+    does nothing, and nothing would say so.
+    """
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        """Load `source`, this rank's part of all experts, whole."""
+        if not self.is_meta:
+            return super().copy_(source, non_blocking)
+        self.weight_loader(self, source)
+        return self
+
+
+def load_part_or_whole(param: Any, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """vLLM's loader of one expert's projection; without saying which, all of this rank's experts at once."""
+    if args or kwargs:
+        return param.expert_loader(param, loaded_weight, *args, **kwargs)
+    return param.data.copy_(loaded_weight)
 
 
 class PackedMoEMethod(_RunsW4A16, compat.moe_method_base()):  # type: ignore[misc]
@@ -174,6 +224,11 @@ class PackedMoEMethod(_RunsW4A16, compat.moe_method_base()):  # type: ignore[mis
             dtype=params_dtype,
         )
         self.loader.create_parameters(bool(self.moe.has_bias), extra_weight_attrs)
+
+    def load(self, tensor: torch.Tensor, role: str, shard_id: str, expert_id: int) -> None:
+        """Take one tensor of one projection of one expert, as vLLM's loaders do."""
+        assert self.loader is not None
+        self.loader.load(None, tensor, role, shard_id, expert_id)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check that every tensor has arrived and put the experts into the kernels' order."""

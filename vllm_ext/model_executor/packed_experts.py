@@ -114,7 +114,7 @@ class PackedExpertsLoader:
 
     def load(
         self,
-        param: torch.nn.Parameter,
+        param: torch.nn.Parameter | None,
         loaded_weight: torch.Tensor,
         weight_name: str,
         shard_id: str,
