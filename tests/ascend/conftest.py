@@ -1,0 +1,26 @@
+"""Results of the scripts of checks, each script run once a session."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import ascend_environment as environment
+import pytest
+
+
+@cache
+def _results(script: str, chip: str) -> dict[str, Any]:
+    path = [environment.vllm_folder(), environment.vllm_ascend_folder()] if script.startswith("vllm_ascend") else []
+    return environment.run_checks(script, path=path, STUB_SOC_NAME=chip)
+
+
+@pytest.fixture
+def run_check() -> Any:
+    """Assert that a script's check passed on a chip ("Ascend310P3", "Ascend910B4")."""
+
+    def run(script: str, name: str, chip: str = "Ascend310P3") -> None:
+        failure = _results(script, chip)[name]
+        assert not failure, failure
+
+    return run
