@@ -21,6 +21,7 @@ RESULTS = Path(__file__).parent / "results"
 
 # name: (module and attribute, a `Benchmark` or a main(argv); help)
 BENCHMARKS = {
+    "ab": ("vllm_ext.benchmarks.ab:BENCHMARK", "two arms of Hugging Face generate() on one loaded model"),
     "ascend-accuracy": (
         "vllm_ext.benchmarks.ascend_accuracy:BENCHMARK",
         "the simulated Ascend C prefill kernels against FP64, 720 cases",
@@ -29,17 +30,26 @@ BENCHMARKS = {
         "vllm_ext.benchmarks.ascend_traffic:BENCHMARK",
         "what the simulated Ascend C kernels move, beside the plan and the paper",
     ),
+    "fused": ("vllm_ext.benchmarks.fused_ops:BENCHMARK", "fused operations against torch and torch.compile"),
     "moe": (
         "vllm_ext.benchmarks.moe:BENCHMARK",
         "4-bit experts on a GPU against vLLM's Marlin, WNA16 and BF16 experts",
     ),
     "moe-cpu": ("vllm_ext.benchmarks.moe_cpu:BENCHMARK", "4-bit experts on this CPU against vLLM's BF16 experts"),
+    "negatives": (
+        "vllm_ext.benchmarks.hf_negatives:BENCHMARK",
+        "what does not pay: 2-bit experts, dense layers in 4 bits",
+    ),
     "perplexity": ("vllm_ext.benchmarks.perplexity:main", "perplexity of a real model, by quantiser and group size"),
     "serve": (
         "vllm_ext.benchmarks.serve:main",
         "vLLM's tokens per second on a GPU: BF16, 4 bits, and the same bits through Marlin",
     ),
+    "probes": ("vllm_ext.benchmarks.probes:BENCHMARK", "what this GPU reaches: matrix product, streaming reads, ridge"),
+    "profile": ("vllm_ext.benchmarks.hf_profile:BENCHMARK", "where a denoising step goes, Amdahl's bound by component"),
+    "roofline": ("vllm_ext.benchmarks.roofline:BENCHMARK", "this GPU's roofline with each of our kernels on it"),
     "serve-cpu": ("vllm_ext.benchmarks.serve_cpu:main", "vLLM's tokens per second on this CPU, BF16 and 4 bits"),
+    "steps": ("vllm_ext.benchmarks.hf_steps:BENCHMARK", "a denoising step of generate() by arm, with Amdahl's bounds"),
     "tune-moe": ("vllm_ext.benchmarks.tune_moe:main", "choose launch configurations of the Triton experts on this GPU"),
 }
 

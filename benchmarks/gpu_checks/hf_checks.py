@@ -1,0 +1,168 @@
+"""The Hugging Face path on a GPU: kernels against FP64, arms against each other, then every measurement of the kit.
+
+    python benchmarks/gpu_checks/hf_checks.py --out DIR [--size true] [--only kernels numbers steps ...]
+
+Each part is run for itself, a failure is printed in full and the next part goes on; results are written after each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm_ext.benchmarks import ab, fused_ops, hf_negatives, hf_profile, hf_steps, probes, roofline
+from vllm_ext.benchmarks.hf_arms import ARMS, Switch
+from vllm_ext.benchmarks.hf_model import SIZES, random_model
+from vllm_ext.benchmarks.registry import describe_run, write_json
+
+from vllm_ext.integrations.accelerate import _probe, accelerate_generate
+from vllm_ext.ops.fused import confidence_argmax, probabilities, reference, token_statistics
+
+
+def kernels(options: argparse.Namespace, state: dict[str, Any]) -> Any:
+    """Fused operations at full size; the indices and samples of a vocabulary exactly."""
+    fused_ops.check(SimpleNamespace())
+    logits = (torch.randn(256, 262144, device="cuda") * 3).bfloat16()
+    confidence, index, entropy = confidence_argmax(logits)
+    wanted = reference.statistics(logits)
+    z = torch.tanh(logits.float() / 30) * 30 / 0.6
+    torch.manual_seed(3)
+    drawn = torch.multinomial(torch.softmax(z, -1), 1)[:, 0]
+    torch.manual_seed(3)
+    noise = torch.empty(logits.shape, device="cuda").exponential_(1)
+    processed = torch.empty_like(logits)
+    found = token_statistics(logits, temperature=0.6, softcap=30.0, noise=noise, processed=processed)
+    p = probabilities(processed, found.log_sum, torch.empty_like(processed))
+    return {
+        "wrong_indices": int((index != wanted[1]).sum()),
+        "confidence_error": float(((confidence.double() - wanted[0]) / wanted[0]).abs().max()),
+        "entropy_error": float((entropy.double() - wanted[2]).abs().max()),
+        "samples_equal_to_multinomial": int((found.sample == drawn).sum()),
+        "rows": len(drawn),
+        "probabilities_error": float((p.double().sum(-1) - 1).abs().max()),
+    }
+
+
+def numbers(options: argparse.Namespace, state: dict[str, Any]) -> Any:
+    """Every form's logits against the stock modules' over the same 4-bit experts, and of those against BF16."""
+    switch: Switch = state["switch"]
+    prompt = hf_steps.prompt_ids(switch.model)
+    switch.to(ARMS["stock"])
+    exact = _probe(switch.model, prompt)
+    switch.to(ARMS["experts"])
+    stock = _probe(switch.model, prompt)
+    found = {"experts_against_bf16": float((stock - exact).norm() / exact.norm())}
+    del exact
+    parts = {
+        "norms and projections": {"fused_layers": False, "capture": False, "sampler": False},
+        "captured modules": {"fused_layers": False, "norms": False, "projections": False, "sampler": False},
+        "fused layers": {"capture": False, "sampler": False},
+        "kit": {},
+    }
+    for name, keywords in parts.items():
+        done = accelerate_generate(switch.model, experts=False, progress=False, **keywords)
+        logits = _probe(switch.model, prompt)
+        found[name] = float((logits - stock).norm() / stock.norm())
+        found[f"{name}, same argmax"] = float((logits.argmax(-1) == stock.argmax(-1)).float().mean())
+        del logits
+        print(name, found[name], done.notes, flush=True)
+        done.undo()
+    return found
+
+
+def steps(options: argparse.Namespace, state: dict[str, Any]) -> Any:
+    """Arms, bounds, and the model by byte count."""
+    rows = hf_steps.measure(state["switch"], options.arms, options.steps)
+    print(hf_steps.table(rows), flush=True)
+    print(state["switch"].report, flush=True)
+    return rows
+
+
+def profile(options: argparse.Namespace, state: dict[str, Any]) -> Any:
+    """Components of the stock step and of the swapped one."""
+    rows = [row for arm in ("stock", "experts") for row in hf_profile.measure(state["switch"], arm, 3)]
+    print(hf_profile.table(rows), flush=True)
+    return rows
+
+
+def generate(options: argparse.Namespace, state: dict[str, Any]) -> Any:
+    """A, B, B, A of whole generate() calls on built-in prompts."""
+    found = {}
+    for arm, order in (("kit", "ABBA"), ("experts", "ABBA")):
+        args = SimpleNamespace(
+            a="stock", b=arm, order=order, gsm8k=None, human_eval=False, execute=False, limit=1, max_new_tokens=256,
+            steps=None, seed=0,
+        )  # fmt: skip
+        found[arm] = ab.measure(args, state["switch"].model, None, state["switch"])
+        print(ab.table(found[arm]), flush=True)
+    return found
+
+
+def operations(options: argparse.Namespace, state: dict[str, Any]) -> Any:
+    """Fused operations against torch and torch.compile."""
+    rows = fused_ops.run(SimpleNamespace(no_compile=False))
+    print(fused_ops.table(rows), flush=True)
+    return rows
+
+
+def roof(options: argparse.Namespace, state: dict[str, Any]) -> Any:
+    """Probes and roofline."""
+    print(probes.table(probes.run(SimpleNamespace())), flush=True)
+    rows = roofline.run(SimpleNamespace(tokens=list(roofline.TOKENS)))
+    print(roofline.table(rows), flush=True)
+    return rows
+
+
+def negatives(options: argparse.Namespace, state: dict[str, Any]) -> Any:
+    """What does not pay."""
+    rows = hf_negatives.run(SimpleNamespace(tokens=256))
+    print(hf_negatives.table(rows), flush=True)
+    return rows
+
+
+PARTS: dict[str, Callable[[argparse.Namespace, dict[str, Any]], Any]] = {
+    f.__name__: f for f in (kernels, numbers, steps, profile, generate, operations, roof, negatives)
+}
+NEEDS_MODEL = ("numbers", "steps", "profile", "generate")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the parts; the exit status is the number of failed ones."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--size", choices=SIZES, default="true")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(hf_steps.DEFAULT_ARMS))
+    parser.add_argument("--steps", type=int, default=12)
+    options = parser.parse_args(argv)
+    state: dict[str, Any] = {}
+    results: dict[str, Any] = {"run": describe_run(), "size": options.size}
+    failed = 0
+    for name in options.only:
+        start = time.monotonic()
+        try:
+            if name in NEEDS_MODEL and "switch" not in state:
+                state["switch"] = Switch(random_model(SIZES[options.size], torch.device("cuda")))
+                torch.cuda.synchronize()
+                print(f"model made in {time.monotonic() - start:.1f} s", flush=True)
+            results[name] = PARTS[name](options, state)
+            print(f"== {name}: {time.monotonic() - start:.1f} s", flush=True)
+        except Exception:
+            failed += 1
+            results[name] = {"failed": traceback.format_exc()[-2000:]}
+            print(f"== {name} FAILED after {time.monotonic() - start:.1f} s\n{traceback.format_exc()}", flush=True)
+        write_json(options.out / "hf_checks.json", results)
+    print(json.dumps({k: results[k] for k in ("kernels", "numbers") if k in results}, indent=1), flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
