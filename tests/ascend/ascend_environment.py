@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_ext.ops.linear_attention.ascend_sim.build import generated_headers
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CACHE = Path(sys.prefix) / "vllm-ext-ascend"
@@ -98,8 +100,6 @@ def stub_libraries(folder: Path) -> Path:
 
 def fake_cann(home: Path) -> Path:
     """A complete CANN for setup.py, with the stand-in compiler."""
-    from vllm_ext.ops.linear_attention.ascend_sim.build import chip_table
-
     for place in ("bin", "include/acl", "compiler/tikcpp/tikcfw", "simulator"):
         (home / place).mkdir(parents=True, exist_ok=True)
     for empty in ("include/acl/acl.h", "compiler/tikcpp/tikcfw/kernel_operator.h"):
@@ -109,7 +109,7 @@ def fake_cann(home: Path) -> Path:
     headers = [HERE / "fake_cann" / "simulated_launch.h", *(ROOT / "csrc_ascend" / "simulator").glob("*.h")]
     for header in headers:
         shutil.copy(header, home / "simulator")
-    (home / "simulator" / "chip_table.h").write_text(chip_table(), encoding="utf-8")
+    (home / "simulator" / "chip_table.h").write_text(generated_headers()["chip_table.h"], encoding="utf-8")
     return home
 
 
@@ -118,9 +118,10 @@ def sources_digest() -> str:
     digest = hashlib.sha256(torch.__version__.encode())
     files = [ROOT / "setup.py", HERE / "stub_acl.c", *(HERE / "fake_cann").iterdir()]
     files += [path for path in (ROOT / "csrc_ascend").rglob("*") if path.is_file()]
-    files += [path for path in (ROOT / "vllm_ext" / "ha_npu").rglob("*") if path.suffix in (".py", ".json")]
     for path in sorted(files):
         digest.update(path.name.encode() + path.read_bytes())
+    for name, text in generated_headers().items():
+        digest.update(name.encode() + text.encode())
     return digest.hexdigest()[:16]
 
 
