@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ext.benchmarks.registry import RESULTS, CheckFailed, describe_run, write_json
-from vllm_ext.benchmarks.serve_checkpoints import BF16, PACKED, SHAPES, ServedShape, write_checkpoints
+from vllm_ext.benchmarks.serve_checkpoints import BF16, PACKED, SHAPES, ServedShape, write_checkpoints, write_configs
 from vllm_ext.benchmarks.serve_engine import OUR_METHOD, EngineProcess
 from vllm_ext.benchmarks.serve_loading import measure_loading
 from vllm_ext.benchmarks.serve_report import add_bounds, chart, table
@@ -67,8 +67,9 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     if args.attention_backend:
         options["attention_backend"] = args.attention_backend
     if not args.eager:
-        sizes = sorted({1, 2, 4, 8, 16, 32, *args.batches})
-        options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+        options["compilation_config"] = {"cudagraph_capture_sizes": sorted(set(args.batches))}
+    if args.dummy:
+        options["load_format"] = "dummy"
     return options
 
 
@@ -89,6 +90,7 @@ def start_arms(
             environment["VLLM_PLUGINS"] = ""
         options = {**engine_options(args), **arm.options}
         spec = {"model": str(paths[arm.checkpoint]), "options": options, "vocabulary": vocabulary}
+        spec["random_codes"] = args.dummy and arm.checkpoint == PACKED
         engines[name] = EngineProcess(name, spec, folder, environment)
     ready, failed = {}, {}
     deadline = time.monotonic() + args.start_timeout
@@ -174,25 +176,34 @@ def summarise(
     return rows
 
 
-def measure(args: argparse.Namespace, document: dict[str, Any], folder: Path) -> None:
-    """Write the checkpoints, start, check and time the arms; `document` is written after every round."""
-    shape = SHAPES[args.shape]
+def _write(args: argparse.Namespace, shape: ServedShape, folder: Path) -> dict[str, Path]:
     start = time.monotonic()
     needed = {ARMS[name].checkpoint for name in args.arms} | ({BF16, PACKED} if args.loading else set())
     paths = write_checkpoints(shape, args.layers, folder, packed=PACKED in needed)
     print(f"checkpoints written in {time.monotonic() - start:.0f} s", flush=True)
+    return paths
+
+
+def measure(args: argparse.Namespace, document: dict[str, Any], folder: Path) -> None:
+    """Write the checkpoints, start, check and time the arms; `document` is written after every round."""
+    shape = SHAPES[args.shape]
+    paths = write_configs(shape, args.layers, folder) if args.dummy else _write(args, shape, folder)
     if args.loading:
         document["loading"] = measure_loading(paths, folder)
         write_json(args.output, document)
         print("\n".join(f"loading {key}: {value}" for key, value in document["loading"].items()), flush=True)
     engines, document["failed"] = start_arms(args, shape, paths, folder)
     try:
-        document["gaps"] = check(engines, args.checked_tokens)
-        print(f"log-probabilities apart, nats a token: {document['gaps']}", flush=True)
+        if not args.dummy:
+            document["gaps"] = check(engines, args.checked_tokens)
+            print(f"log-probabilities apart, nats a token: {document['gaps']}", flush=True)
         plan, rounds, names = cells(args), [], list(engines)
         one_round(engines, names, plan, seed=99)  # the first call of a shape pays for compiling and allocations
         document["orders"] = []
+        begin = time.monotonic()
         for number in range(args.rounds):
+            if number and time.monotonic() - begin > args.seconds:
+                break
             order = names if number % 2 == 0 else names[::-1]
             document["orders"].append(order)
             rounds.append(one_round(engines, order, plan, seed=number))
@@ -211,13 +222,17 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--shape", choices=SHAPES, default="Qwen3-30B-A3B")
     parser.add_argument("--layers", type=int, default=12, help="default: %(default)s")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, help="default: all that the weights allow")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--input-tokens", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--output-tokens", type=int, default=128, help="tokens generated for each prompt")
     parser.add_argument("--checked-tokens", type=int, default=256, help="tokens whose log-probabilities are compared")
     parser.add_argument("--prefill", type=int, default=8192, help="tokens of the long prompt; 0: none")
     parser.add_argument("--rounds", type=int, default=6, help="times that every arm is measured; even")
+    parser.add_argument("--seconds", type=float, default=600, help="begin no round later than this after the first")
+    parser.add_argument(
+        "--dummy", action="store_true", help="no checkpoints: vLLM's random weights; quicker, and nothing is checked"
+    )
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
     parser.add_argument("--attention-backend", help="default: vLLM's choice")
     parser.add_argument("--loading", action="store_true", help="also measure loading: time and peak memory")
@@ -228,6 +243,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.rounds < 1 or args.layers < 1 or min(args.batches) < 1:
         parser.error("--rounds, --layers and --batches are at least 1")
+    args.arms = args.arms or [name for name, arm in ARMS.items() if not (args.dummy and arm.options and arm.same_bits)]
+    if args.dummy and (args.loading or any(ARMS[name].options and ARMS[name].same_bits for name in args.arms)):
+        parser.error("--dummy has no checkpoint to load or to read packed experts from")
     args.output = args.output or RESULTS / f"serve_{args.shape.lower()}.json"
     return run(args)
 

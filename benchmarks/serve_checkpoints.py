@@ -21,6 +21,13 @@ from vllm_ext.quantization import compressed_tensors, quantize_weight
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 BF16, PACKED = "bf16", "packed"
+# Every linear module that is no routed expert.
+PLAIN_MODULES = (
+    "lm_head",
+    "re:.*self_attn.*",
+    "re:.*router.*",
+    r"re:.*\.mlp\.(gate|gate_proj|up_proj|down_proj|gate_up_proj)$",
+)
 
 
 @dataclass(frozen=True)
@@ -83,13 +90,8 @@ SHAPES = {
 
 
 def write_checkpoints(shape: ServedShape, layers: int, folder: Path, *, packed: bool = True) -> dict[str, Path]:
-    """Write `folder`/bf16 and, unless `packed` is false, `folder`/packed; the paths by name.
-
-    Raises FileNotFoundError where the examples, which know the families, are not beside the benchmarks.
-    """
-    if not (EXAMPLES / "tiny_models.py").is_file():
-        raise FileNotFoundError(f"bench serve: needs {EXAMPLES}/tiny_models.py; run it from the project's source tree")
-    sys.path.insert(0, str(EXAMPLES))
+    """Write `folder`/bf16 and, unless `packed` is false, `folder`/packed; the paths by name."""
+    _families()
     from tiny_models import write_tiny_model
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -99,6 +101,30 @@ def write_checkpoints(shape: ServedShape, layers: int, folder: Path, *, packed: 
         paths[PACKED] = folder / PACKED
         pack(paths[BF16], paths[PACKED], shape.group, device)
     return paths
+
+
+def write_configs(shape: ServedShape, layers: int, folder: Path) -> dict[str, Path]:
+    """As `write_checkpoints` without any weights: what vLLM fills with random numbers by `load_format="dummy"`."""
+    defaults, _ = _families()[shape.kind]
+    config = {**defaults, "num_hidden_layers": layers, **shape.fields}
+    quantization = compressed_tensors.make_config(shape.group, symmetric=False, ignore=PLAIN_MODULES)
+    paths = {BF16: folder / BF16, PACKED: folder / PACKED}
+    for name, path in paths.items():
+        path.mkdir(parents=True, exist_ok=True)
+        written = {**config, "quantization_config": quantization} if name == PACKED else config
+        (path / "config.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    return paths
+
+
+def _families() -> dict[str, Any]:
+    """The families that the examples know. Raises FileNotFoundError where they are not beside the benchmarks."""
+    if not (EXAMPLES / "tiny_models.py").is_file():
+        raise FileNotFoundError(f"bench serve: needs {EXAMPLES}/tiny_models.py; run it from the project's source tree")
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    from tiny_model_families import KINDS
+
+    return dict(KINDS)
 
 
 def pack(source: Path, target: Path, group: int, device: str) -> None:

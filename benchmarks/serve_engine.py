@@ -23,12 +23,26 @@ from typing import Any
 
 Answer = dict[str, Any]
 OUR_METHOD = "w4a16-grouped"
+MODULE = "vllm_ext.benchmarks.serve_engine"
 
 
 def prompts(count: int, length: int, vocabulary: int, seed: int) -> list[dict[str, list[int]]]:
     """`count` prompts of `length` random token ids, the same in every engine."""
     draw = random.Random(seed)
     return [{"prompt_token_ids": [draw.randrange(vocabulary) for _ in range(length)]} for _ in range(count)]
+
+
+class RandomCodes:
+    """Mixed into vLLM's worker: `load_format="dummy"` leaves integers as the memory was, which may be all zeros, and
+    zeros cost less power than real weights do."""
+
+    def randomize_codes(self: Any) -> int:
+        """Fill large integer parameters in place; how many there are."""
+        found = [p for p in self.get_model().parameters() if p.element_size() <= 4 and not p.is_floating_point()]
+        large = [parameter for parameter in found if parameter.numel() > 1 << 20]
+        for parameter in large:
+            parameter.data.random_()
+        return len(large)
 
 
 class Served:
@@ -42,7 +56,10 @@ class Served:
         from vllm import LLM
 
         start = time.perf_counter()
-        self.llm = LLM(model=spec["model"], **spec["options"])
+        extension = f"{RandomCodes.__module__}.{RandomCodes.__name__}".replace("__main__", MODULE)
+        self.llm = LLM(model=spec["model"], worker_extension_cls=extension, **spec["options"])
+        if spec.get("random_codes"):
+            print("randomized:", self.llm.collective_rpc("randomize_codes"), flush=True)
         self.vocabulary = spec["vocabulary"]
         self.ready_seconds = time.perf_counter() - start
 
@@ -106,7 +123,7 @@ class EngineProcess:
         self._answers = os.fdopen(reader, encoding="utf-8")
         with self.log.open("w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "vllm_ext.benchmarks.serve_engine", str(writer), str(spec_path)],
+                [sys.executable, "-m", MODULE, str(writer), str(spec_path)],
                 env={**os.environ, **environment},
                 stdin=subprocess.PIPE,
                 stdout=log,

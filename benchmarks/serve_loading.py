@@ -2,20 +2,21 @@
 
     python -m vllm_ext.benchmarks.serve_loading SPEC.json RESULT.json
 
-A process of its own loads them as vLLM's worker does (`get_model`), without the rest of an engine. BF16 comes first
-and last: the first load may find the file system cold.
+Each is loaded in a process of its own, as vLLM's worker does it (`get_model`) without the rest of an engine. BF16 comes
+first and last: the first load may find the file system cold.
 """
 
 from __future__ import annotations
 
-import gc
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 import time
 import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,7 @@ def load(model: str, options: dict[str, Any]) -> dict[str, float]:
         if on_gpu:
             found["device_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
             found["device_gib"] = torch.cuda.memory_allocated() / GIB
-    del loaded, config
-    gc.collect()
-    if on_gpu:
-        torch.cuda.empty_cache()
+    del loaded
     return found
 
 
@@ -119,21 +117,35 @@ def measure_loading(paths: dict[str, Path], folder: Path, timeout: float = 240) 
     return found
 
 
+def _load_into(path: str, model: str, options: dict[str, Any]) -> None:
+    try:
+        row: dict[str, Any] = dict(load(model, options))
+    except Exception as error:
+        traceback.print_exc()
+        row = {"failed": f"{type(error).__name__}: {error}"[:500]}
+    Path(path).write_text(json.dumps(row), encoding="utf-8")
+
+
 def main(spec_path: str, result_path: str) -> None:
-    """See the module."""
+    """See the module. The processes are forks of this one, which has vLLM imported and no device touched."""
     from vllm_ext.plugin import register
 
     register()
+    for module in ("vllm.engine.arg_utils", "vllm.model_executor.model_loader"):
+        import_module(module)
     paths = json.loads(Path(spec_path).read_text(encoding="utf-8"))
+    fork = multiprocessing.get_context("fork")
     rows: dict[str, Any] = {}
     for name, checkpoint, options in LOADS:
         if checkpoint not in paths:
             continue
-        try:
-            rows[name] = load(paths[checkpoint], options)
-        except Exception as error:
-            traceback.print_exc()
-            rows[name] = {"failed": f"{type(error).__name__}: {error}"[:500]}
+        one = Path(result_path).with_suffix(".one")
+        one.unlink(missing_ok=True)
+        process = fork.Process(target=_load_into, args=(str(one), paths[checkpoint], options))
+        process.start()
+        process.join()
+        done = one.exists()
+        rows[name] = json.loads(one.read_text()) if done else {"failed": f"ended with status {process.exitcode}"}
         print(name, rows[name], flush=True)
         Path(result_path).write_text(json.dumps(rows), encoding="utf-8")
 

@@ -73,6 +73,7 @@ class PackedExpertsLoader:
     def __post_init__(self) -> None:
         self.waiting: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
         self.arrived: set[tuple[int, str]] = set()
+        self.device = torch.device("cpu")
         parallel = self.layer.moe_config.moe_parallel_config
         self.start = parallel.tp_rank * self.intermediate_size
         hidden, local = self.hidden_size, self.intermediate_size
@@ -100,6 +101,7 @@ class PackedExpertsLoader:
                 packed.ZERO_POINT: torch.empty(self.num_experts, rows, groups, dtype=zero_dtype),
                 compressed_tensors.SHAPE: torch.empty(self.num_experts, 2, dtype=torch.int64),
             }
+            self.device = tensors[packed.CODES].device
             for role, tensor in tensors.items():
                 if role == packed.ZERO_POINT and self.packed.zero_point is None and not self.packed.compressed_tensors:
                     continue
@@ -132,7 +134,8 @@ class PackedExpertsLoader:
             )
         key = (expert, shard_id)
         tensors = self.waiting.setdefault(key, {})
-        tensors[role] = loaded_weight
+        # Rearranged on the device: the host's threads cost more than they do on tensors this small. Shapes are read.
+        tensors[role] = loaded_weight if role == compressed_tensors.SHAPE else loaded_weight.to(self.device)
         if set(self.packed.roles()) <= set(tensors):
             self._store(expert, shard_id, self.waiting.pop(key), f"{self.prefix}.{expert_id}.{shard_id}")
             self.arrived.add(key)
