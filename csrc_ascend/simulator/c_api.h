@@ -43,6 +43,7 @@ int sim_check_outputs(void* session, char* error, uint64_t error_size) {
 void sim_mutate(void* session, const char* kind, const char* file, int place) {
     static_cast<AscendC::sim::Session*>(session)->Mutate(kind, file, place);
 }
+void sim_cooperate(void* session) { static_cast<AscendC::sim::Session*>(session)->Cooperate(); }
 void sim_watch_places(void* session) { static_cast<AscendC::sim::Session*>(session)->WatchPlaces(); }
 // Writes "kind file place" lines and returns the bytes they take.
 uint64_t sim_places(void* session, char* out, uint64_t size) {

@@ -43,18 +43,17 @@ class Session {
     }
 
     void Launch(const char* kernel, KernelBody body, uint32_t blocks, const GM_ADDR* arguments) {
-        for (auto& region : regions_) {
-            for (Cell& cell : region->cells) {   // a launch waits for the one before it
-                cell.read = Lanes{};
-                cell.clock = cell.pipe = cell.block = cell.reader = 0;
-            }
-        }
+        NewBeginning();
+        // Blocks that fit the chip's cores run at once if the host lets them, so that they can wait for each other.
+        const bool together = blocks <= chip_.cores;
+        Meeting meeting(blocks, [this] { NewBeginning(); });
         std::atomic<uint32_t> next{0};
         std::mutex lock;
         std::string failure;
         auto work = [&] {
             auto core = std::make_unique<Core>(chip_);
             core->regions = &pointers_;
+            core->meeting = together && cooperative_ ? &meeting : nullptr;
             core->mutation = mutation_.kind.empty() ? nullptr : &mutation_;
             core->places = watch_places_ ? &places_ : nullptr;
             current = core.get();
@@ -68,18 +67,22 @@ class Session {
                     if (failure.empty()) failure = violation.what();
                     next = blocks;
                 }
+                if (cooperative_) meeting.Leave();
                 std::lock_guard<std::mutex> guard(lock);
                 counters_.Merge(core->counters);
             }
             current = nullptr;
         };
         std::vector<std::thread> pool;
-        for (int i = 1; i < std::min<int>(threads_, static_cast<int>(blocks)); ++i) pool.emplace_back(work);
+        const int threads = cooperative_ ? static_cast<int>(blocks) : threads_;
+        for (int i = 1; i < std::min<int>(threads, static_cast<int>(blocks)); ++i) pool.emplace_back(work);
         work();
         for (auto& thread : pool) thread.join();
         ++launches_;
         if (!failure.empty()) throw Violation(failure);
     }
+    // Run the blocks of the launches to come at once, each on a thread of its own, so that they may wait for each other.
+    void Cooperate() { cooperative_ = true; }
 
     // Plant a fault in the launches to come.
     void Mutate(const char* kind, const char* file, int place) { mutation_ = {kind, file, place}; }
@@ -110,6 +113,16 @@ class Session {
     const Counters& counters() const { return counters_; }
 
   private:
+    // A launch, or a barrier of all its blocks, waits for everything before it.
+    void NewBeginning() {
+        for (auto& region : regions_) {
+            for (Cell& cell : region->cells) {
+                cell.read = Lanes{};
+                cell.clock = cell.pipe = cell.block = cell.reader = 0;
+            }
+        }
+    }
+
     const ChipSpec& chip_;
     int threads_;
     int launches_ = 0;
@@ -118,7 +131,7 @@ class Session {
     std::vector<GmRegion*> pointers_;
     Counters counters_;
     Mutation mutation_;
-    bool watch_places_ = false;
+    bool watch_places_ = false, cooperative_ = false;
     std::set<std::string> places_;
 };
 

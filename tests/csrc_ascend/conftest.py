@@ -14,7 +14,7 @@ def rule_kernels() -> Path:
     """The shared object of rule_kernels.cpp."""
     if build.compiler() is None:
         pytest.skip("no C++ compiler on this machine")
-    return build.build(Path(__file__).with_name("rule_kernels.cpp"))
+    return build.build(Path(__file__).with_name("rule_kernels.cpp"), include=[Path(__file__).parent])
 
 
 @pytest.fixture(scope="session")

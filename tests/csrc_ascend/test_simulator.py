@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ def run(
     *,
     chip: str = "310p1",
     blocks: int = 1,
+    cooperate: bool = False,
 ):
     """Launch one of rule_kernels.cpp's kernels; outputs start as NaN and must be written in full."""
     with Session(chip, library=library, threads=1) as session:
@@ -25,6 +27,8 @@ def run(
             session.register(f"in{index}", tensor, "in")
         for index, tensor in enumerate(outputs):
             session.register(f"out{index}", tensor.fill_(float("nan")), "out")
+        if cooperate:
+            session.cooperate()
         session.launch(kernel, blocks, [*inputs, *outputs])
         session.check_outputs()
         return session.counters()
@@ -91,6 +95,30 @@ def test_brcb_spreads_elements_and_whole_reduce_adds_a_masked_repeat(rule_kernel
     run(rule_kernels, "brcb_and_reduce", [source], [wide, sums])
     assert torch.equal(wide, source[:, None].expand(16, 8))
     assert sums.tolist() == [15.0, 0, 0, 0, 55.0, 0, 0, 0]
+
+
+def test_whole_reduce_takes_the_elements_of_a_bit_mask(rule_kernels: Path) -> None:
+    """How a chip without Brcb picks a single element: bits 1 and 6, blocks 0 and 1."""
+    sums = torch.empty(8)
+    run(rule_kernels, "reduce_by_bits", [torch.arange(1.0, 17.0)], [sums])
+    assert sums.tolist() == [2.0 + 7.0, 0, 0, 0, 10.0 + 15.0, 0, 0, 0]
+
+
+def test_blocks_that_wait_for_each_other_may_exchange_results(rule_kernels: Path) -> None:
+    """One launch for many stages rests on it; without the meeting the read would race, and alone it cannot be met."""
+    for _ in range(20):
+        first, second = torch.empty(128), torch.empty(128)
+        run(rule_kernels, "exchange", [], [first, second], blocks=2, cooperate=True)
+        assert second.tolist() == [11.0] * 64 + [11.0] * 64
+    with pytest.raises(SimulatorViolation, match=r"\[cooperative\] SyncAll needs all blocks"):
+        run(rule_kernels, "exchange", [], [first, second], blocks=2)
+
+
+def test_a_meeting_that_a_block_misses_is_refused(rule_kernels: Path) -> None:
+    """On a chip the other blocks would hang."""
+    for _ in range(20):
+        with pytest.raises(SimulatorViolation, match=r"\[deadlock\] another block of the launch ended"):
+            run(rule_kernels, "meeting_missed", [], blocks=2, cooperate=True)
 
 
 def test_vector_strides_masks_and_accumulation(rule_kernels: Path) -> None:
@@ -197,7 +225,7 @@ def test_rule_refuses(rule_kernels: Path, kernel: str) -> None:
     assert f"[{rule}]" in message
     assert detail in message
     if kernel not in ("output_unwritten", "queue_not_freed"):
-        assert f"kernel {kernel}, block 0, rule_kernels.cpp:" in message
+        assert re.search(rf"kernel {kernel}, block 0, \w+_rules\.h:", message)
 
 
 def test_ub_to_l1_is_refused_where_the_documents_leave_it_open(rule_kernels: Path) -> None:

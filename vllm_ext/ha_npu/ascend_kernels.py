@@ -50,7 +50,7 @@ def kernel_graph_of(op: str, head_dim: int, value_first: bool = True) -> Graph:
     tensors = dict(graph.tensors)
     # Padded to whole chunks: gates and beta by the host, the rest as the launches leave it for one another.
     for name in ("g", "beta", "t", "p", "vn"):
-        tensors[name] = replace(tensors[name], token_axis=False)
+        tensors[name] = replace(tensors[name], padded=True)
     for name in ("t", "p"):
         tensors[name] = replace(tensors[name], dtype="fp16", stored=LOWER_FRACTALS * TILE * TILE)
     return replace_tensors(graph, tensors)

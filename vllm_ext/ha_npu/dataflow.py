@@ -66,7 +66,7 @@ class KernelTraffic:
 
 def tile_bytes(tensor: Tensor, tokens: int) -> int:
     """Bytes of a tensor in global memory for `tokens` tokens of a chunk."""
-    return tensor.nbytes if not tensor.token_axis else tensor.nbytes // tensor.rows * tokens
+    return tensor.nbytes if tensor.padded or not tensor.token_axis else tensor.nbytes // tensor.rows * tokens
 
 
 def kernel_traffic(dataflow: Dataflow, tokens: int | None = None) -> list[KernelTraffic]:
@@ -183,6 +183,8 @@ def device_bytes(dataflow: Dataflow, num_heads: int, token_counts: Sequence[int]
             return num_heads * chunks * tensor.elements * FP16
         if tensor.role == "state_out":
             return num_heads * len(token_counts) * tensor.nbytes
+        if tensor.padded:
+            return num_heads * chunks * tensor.nbytes
         return num_heads * tile_bytes(tensor, tokens)
 
     inputs = sum(size(tensor.name) for tensor in graph.by_role("input"))

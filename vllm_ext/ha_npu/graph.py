@@ -25,6 +25,7 @@ class Tensor:
     token_axis  whether the rows run over tokens, so that a short last chunk has fewer of them
     triangular  whether only the part on and below the diagonal is used
     stored      elements in global memory where those are not all of them: a triangle stored without its other half
+    padded      whether global memory holds the rows of a short last chunk that it does not have
     """
 
     name: str
@@ -36,6 +37,7 @@ class Tensor:
     token_axis: bool = True
     triangular: bool = False
     stored: int | None = None
+    padded: bool = False
 
     @property
     def elements(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,18 +99,25 @@ def _line(colour: str, label: str, style: str = "-") -> Any:
 
 def draw_occupancy(plan: Plan) -> Any:
     """UB over the steps of a chunk: with a second state, as planned, and in the order that needs least."""
-    program = plan.chunk.kernels[0].program
+    program, planned = plan.chunk.kernels[0].program, plan.chunk.kernels[0].allocation
+    kind = plan.chunk.kernels[0].order_kind
+    if kind == "kernel":
+        return _occupancy_figure(plan, {"the kernel's tiles": (program, list(plan.order), planned)})
     two = lower(program.graph, program.chip, state_in_place=False)
     one = lower(program.graph, program.chip)
-    kind = plan.chunk.kernels[0].order_kind
     panels = {"operators' order, two states (before reordering)": (two, operator_order(two))}
     if kind != "operator":
         panels["operators' order, state in place"] = (one, operator_order(one))
     panels[f"this plan ({kind} order, state in place)"] = (program, list(plan.order))
     if kind == "operator":
         panels["the order that needs least"] = (one, best_order(one)[0])
-    figure, axes = _figure(12, 3.4 * len(panels), len(panels))
-    maps = {title: (used, order, allocate(used, order)) for title, (used, order) in panels.items()}
+    return _occupancy_figure(
+        plan, {title: (used, order, allocate(used, order)) for title, (used, order) in panels.items()}
+    )
+
+
+def _occupancy_figure(plan: Plan, maps: Mapping[str, tuple[Program, list[str], Allocation]]) -> Any:
+    figure, axes = _figure(12, 3.4 * len(maps), len(maps))
     top = max(allocation.peak["ub"] for _, _, allocation in maps.values()) / KIB
     for axis, (title, (used, order, allocation)) in zip(axes, maps.items(), strict=True):
         _memory_map(axis, used, allocation)
@@ -133,8 +140,9 @@ def _memory_map(axis: Any, program: Program, allocation: Allocation) -> None:
     from matplotlib.patches import Rectangle
 
     colours = colormaps["tab20"].colors
+    names = {item.tensor for item in program.items.values()}
     # The same tile has the same colour in every order.
-    colour_of = {name: colours[index % 20] for index, name in enumerate(sorted(program.graph.tensors))}
+    colour_of = {name: colours[index % 20] for index, name in enumerate(sorted({*program.graph.tensors, *names}))}
     static = program.static_bytes / KIB
     axis.add_patch(Rectangle((-0.6, 0), 1e3, static, color="#e0e0e0"))
     axis.text(0, static / 2, ", ".join(program.static).replace("_", " "), va="center", fontsize=7)

@@ -155,6 +155,7 @@ def load(path: Path) -> ctypes.CDLL:
         ("sim_check_outputs", ctypes.c_int, [pointer, pointer, size]),
         ("sim_counters", None, [pointer, pointer]),
         ("sim_mutate", None, [pointer, text, text, ctypes.c_int]),
+        ("sim_cooperate", None, [pointer]),
         ("sim_watch_places", None, [pointer]),
         ("sim_places", size, [pointer, pointer, size]),
     ):

@@ -15,7 +15,6 @@ from vllm_ext.ops.linear_attention.ascend_sim.tasks import (
     CHUNK,
     LOWER_HALVES,
     PHASES,
-    STAGES,
     Blocks,
     Task,
     make_tasks,
@@ -59,7 +58,7 @@ def run_prefill(
     mutation: tuple[str, str, int] | None = None,
     watch_places: bool = False,
 ) -> Result:
-    """Run "gdn" or "kda" prefill, or "fla_gdn", the staged baseline (V-first states, K = V = 128, not normalised).
+    """Run "gdn" or "kda" prefill.
 
     Work is dealt to cores as the planner says; `blocks` replaces that by one launch of these tasks, `launches` by
     several: (phase, blocks) one after another, phases as in `PHASES`. The last two arguments are for tests.
@@ -69,8 +68,8 @@ def run_prefill(
     num_heads, key_dim = call.q.shape[2:]
     num_value_heads, value_dim = call.v.shape[2:]
     bounds = call.sequence_bounds()
-    gates = _padded(call.g.float().flatten(0, 1), bounds)
-    beta = _padded(call.beta.float().flatten(0, 1), bounds)
+    gates = padded(call.g.float().flatten(0, 1), bounds)
+    beta = padded(call.beta.float().flatten(0, 1), bounds)
     states = (len(bounds) - 1, num_value_heads, key_dim, value_dim)
     if call.state_v_first:
         states = (*states[:2], value_dim, key_dim)
@@ -88,8 +87,6 @@ def run_prefill(
     if scratch or any(phase != "whole" for phase, _ in launches):
         units = num_value_heads * gates.shape[1] // CHUNK
         halves = 2 * LOWER_HALVES + (CHUNK + key_dim) * value_dim
-        if op.startswith("fla"):
-            halves = 2 * CHUNK + 3 * CHUNK * CHUNK + 3 * CHUNK * value_dim + key_dim * value_dim
         workspace = torch.empty(units * halves + scratch, dtype=torch.float16)
     with Session(chip, threads=threads) as session:
         if mutation is not None:
@@ -104,17 +101,14 @@ def run_prefill(
             arguments.append(None if output is None else session.register(name, output, "out"))
         arguments.append(None if workspace is None else session.register("workspace", workspace, "workspace"))
         for phase, phase_blocks in launches:
-            tasks, block_tasks = _task_table(phase_blocks)
-            number = STAGES.index(phase) if phase in STAGES else PHASES[phase]
-            shape = _ints([*sizes, *options, scale_bits, number])
-            session.launch(
-                op if phase in STAGES else f"{op}_prefill", len(phase_blocks), [*arguments, tasks, block_tasks, shape]
-            )
+            tasks, block_tasks = task_table(phase_blocks)
+            shape = ints([*sizes, *options, scale_bits, PHASES[phase]])
+            session.launch(f"{op}_prefill", len(phase_blocks), [*arguments, tasks, block_tasks, shape])
         session.check_outputs()
         return Result(o, final, session.counters(), session.places() if watch_places else set())
 
 
-def _padded(values: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+def padded(values: torch.Tensor, bounds: list[int]) -> torch.Tensor:
     """[tokens, HV, ...] to [HV, padded tokens, ...]: each sequence begins at a multiple of a chunk, zeros fill up."""
     lengths = [end - begin for begin, end in pairwise(bounds)]
     total = sum(-(-length // CHUNK) * CHUNK for length in lengths)
@@ -126,7 +120,7 @@ def _padded(values: torch.Tensor, bounds: list[int]) -> torch.Tensor:
     return out
 
 
-def _task_table(blocks: list[list[Task]]) -> tuple[torch.Tensor, torch.Tensor]:
+def task_table(blocks: list[list[Task]]) -> tuple[torch.Tensor, torch.Tensor]:
     """int32 [tasks, 8] and the first task of each block, one more at the end."""
     rows = [
         [t.token_begin, t.token_count, t.sequence, t.head, t.column_begin, t.column_count, t.gate_begin, 0]
@@ -136,8 +130,8 @@ def _task_table(blocks: list[list[Task]]) -> tuple[torch.Tensor, torch.Tensor]:
     starts = [0]
     for block in blocks:
         starts.append(starts[-1] + len(block))
-    return _ints(rows or [[0] * 8]), _ints(starts)
+    return ints(rows or [[0] * 8]), ints(starts)
 
 
-def _ints(values: list) -> torch.Tensor:
+def ints(values: list) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)

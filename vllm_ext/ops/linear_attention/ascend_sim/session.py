@@ -137,6 +137,10 @@ class Session:
         """Plant a fault: kind "flag", "barrier" or "layout" at a line of a kernel file, or "view" with its number."""
         self._library.sim_mutate(self._handle, kind.encode(), file.encode(), place)
 
+    def cooperate(self) -> None:
+        """From now on run the blocks of a launch at once, a thread for each, so that they may wait for each other."""
+        self._library.sim_cooperate(self._handle)
+
     def watch_places(self) -> None:
         """Note, from now on, where faults could be planted; launches run on one thread."""
         self._library.sim_watch_places(self._handle)

@@ -35,7 +35,7 @@ def make_tasks(bounds: list[int], num_value_heads: int, value_dim: int, cores: i
     parts: list[Task] = []
     for index, unit in enumerate(tail):
         if index < splits:
-            parts += _parts(unit, 2)
+            parts += column_parts(unit, 2)
         else:
             parts.append(unit)
     blocks: list[list[Task]] = [[] for _ in range(min(cores, max(1, len(units) if not splits else cores)))]
@@ -58,16 +58,15 @@ Blocks = list[list[Task]]
 """Of a launch: each block's tasks."""
 
 PHASES = {"whole": 0, "map": 1, "reduce": 2, "output": 3}
-STAGES = ("cumsum", "kkt", "solve", "wu", "h", "o")
 LOWER_HALVES = 10 * 16 * 16
 """Elements of a lower triangle of tiles [64, 64], as the kernels pack it in global memory."""
 
 
 def chunk_head_chunk_launches(heads: list[Task], parts: int, cores: int) -> list[tuple[str, Blocks]]:
     """The three launches of chunk-head-chunk for whole heads given as tasks: chunks, column parts of heads, chunks."""
-    chunks = [_chunk_of(task, chunk) for task in heads for chunk in range(-(-task.token_count // CHUNK))]
-    columns = [part for task in heads for part in _parts(task, parts)]
-    return [("map", _deal(chunks, cores)), ("reduce", _deal(columns, cores)), ("output", _deal(chunks, cores))]
+    chunks = [chunk_of(task, chunk) for task in heads for chunk in range(-(-task.token_count // CHUNK))]
+    columns = [part for task in heads for part in column_parts(task, parts)]
+    return [("map", deal(chunks, cores)), ("reduce", deal(columns, cores)), ("output", deal(chunks, cores))]
 
 
 def planned_launches(mapping: HeadMapping, bounds: list[int], value_dim: int) -> list[tuple[str, Blocks]]:
@@ -80,11 +79,11 @@ def planned_launches(mapping: HeadMapping, bounds: list[int], value_dim: int) ->
         head = heads[piece.sequence, piece.head]
         phase = piece.phase or "whole"
         if phase in ("whole", "reduce"):
-            tasks = [_parts(head, piece.parts)[piece.part]]
+            tasks = [column_parts(head, piece.parts)[piece.part]]
         else:
             chunks = -(-head.token_count // CHUNK)
             first, last = (chunks * part // piece.parts for part in (piece.part, piece.part + 1))
-            tasks = [_chunk_of(head, chunk) for chunk in range(first, last)]
+            tasks = [chunk_of(head, chunk) for chunk in range(first, last)]
         blocks.setdefault(phase, [[] for _ in range(mapping.cores)])[piece.core] += tasks
     empty = [task for task in heads.values() if task.token_count == 0]
     if empty:
@@ -92,27 +91,17 @@ def planned_launches(mapping: HeadMapping, bounds: list[int], value_dim: int) ->
     return [(phase, blocks[phase]) for phase in PHASES if phase in blocks]
 
 
-def staged_launches(heads: list[Task], cores: int) -> list[tuple[str, Blocks]]:
-    """The six launches of flash-linear-attention's dataflow: chunks, but for the recurrence, which runs by heads."""
-    chunks = [_chunk_of(task, chunk) for task in heads for chunk in range(-(-task.token_count // CHUNK))]
-    halves = {
-        "h": [part for task in heads for part in _parts(task, 2)],
-        "o": [part for chunk in chunks for part in _parts(chunk, 2)],
-    }
-    return [(stage, _deal(halves.get(stage, chunks), cores)) for stage in STAGES]
-
-
-def _chunk_of(task: Task, chunk: int) -> Task:
+def chunk_of(task: Task, chunk: int) -> Task:
     done = chunk * CHUNK
     count = min(CHUNK, task.token_count - done)
     return replace(task, token_begin=task.token_begin + done, token_count=count, gate_begin=task.gate_begin + done)
 
 
-def _parts(task: Task, parts: int) -> list[Task]:
+def column_parts(task: Task, parts: int) -> list[Task]:
     width = task.column_count // parts
     return [replace(task, column_begin=task.column_begin + part * width, column_count=width) for part in range(parts)]
 
 
-def _deal(tasks: list[Task], cores: int) -> Blocks:
+def deal(tasks: list[Task], cores: int) -> Blocks:
     """Tasks to cores in turn."""
     return [tasks[core::cores] for core in range(min(cores, len(tasks)))] or [[]]
