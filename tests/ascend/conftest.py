@@ -12,7 +12,8 @@ import pytest
 @cache
 def _results(script: str, chip: str) -> dict[str, Any]:
     path = [environment.vllm_folder(), environment.vllm_ascend_folder()] if script.startswith("vllm_ascend") else []
-    return environment.run_checks(script, path=path, STUB_SOC_NAME=chip)
+    plugins = "ascend,vllm_ext" if path else ""
+    return environment.run_checks(script, path=path, STUB_SOC_NAME=chip, VLLM_PLUGINS=plugins, HF_HUB_OFFLINE="1")
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ int aclrtSetStreamOverflowSwitch(void* stream, uint32_t flag) { return 0; }
 int aclrtSynchronizeStreamWithTimeout(void* stream, int32_t timeout) { return 0; }
 int aclrtSynchronizeDevice(void) { return 0; }
 int aclrtCreateEventExWithFlag(void** out, uint32_t flags) { return handle(out); }
+int aclrtCreateEventWithFlag(void** out, uint32_t flags) { return handle(out); }
 int aclrtQueryEventStatus(void* event, int* status) { return *status = 1, 0; }
 
 int aclrtMalloc(void** out, size_t size, int policy) { return allocate(out, size); }

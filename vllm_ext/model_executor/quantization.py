@@ -11,6 +11,7 @@ import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_ext import compat
+from vllm_ext.model_executor.ascend import platform as ascend
 from vllm_ext.model_executor.packed_experts import PackedFormat
 from vllm_ext.model_executor.report import QuantizationReport
 from vllm_ext.options import Options, parse_options
@@ -96,11 +97,14 @@ class W4A16GroupedConfig(QuantizationConfig):
         """The method for `layer`: ours for routed experts, vLLM's 16-bit method for everything else."""
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
+        on_ascend = ascend.is_ascend()
         if not isinstance(layer, compat.routed_experts_class()):
             if self.dense is not None:
                 self.dense.packed_modules_mapping = self.packed_modules_mapping
                 return self.dense.get_quant_method(layer, prefix)
-            return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+            if not isinstance(layer, LinearBase):
+                return None
+            return ascend.unquantized_linear_method() if on_ascend else UnquantizedLinearMethod()
         options = current_options()
         if self.packed and options.scheme:
             raise ValueError(
@@ -110,10 +114,14 @@ class W4A16GroupedConfig(QuantizationConfig):
         scheme = Scheme.from_dict(options.scheme)
         if self._is_ignored(prefix, self.packed.ignore if self.packed else scheme.ignore):
             self.report.ignored.add(prefix)
-            return None
+            return ascend.unquantized_experts_method(layer) if on_ascend else None
+        self.report.expected.add(prefix)
+        if on_ascend:
+            from vllm_ext.model_executor.ascend.experts import make_method
+
+            return make_method(layer, prefix, self.packed or scheme, options, self.report, kwargs.get("tid2eid"))
         from vllm_ext.model_executor.moe_method import AtLoadMoEMethod, PackedMoEMethod
 
-        self.report.expected.add(prefix)
         if self.packed:
             return PackedMoEMethod(layer, prefix, self.packed, options, self.report)
         return AtLoadMoEMethod(layer, prefix, scheme, options, self.report)
