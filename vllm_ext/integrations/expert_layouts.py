@@ -7,7 +7,7 @@ family that transformers adds tomorrow in a known layout works today.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,8 @@ class ExpertWeights:
 
     w13         [E, 2I, H] (gate rows, then up rows) or [E, I, H]; w2 [E, H, I]; biases [E, rows] or None
     options     the call's activation, or None where no kernel computes it; then `activation` does, on [M, rows of w13]
-    calling     how the module is called: "topk", "sorted", "blocks" or "each" (see quantized_experts.py)
+    calling     how the module is called: "topk", "sorted", "blocks", "logits", "jetmoe" or "each"
+                (see quantized_experts.py); route: from router logits to (ids, weights), where it is called with logits
     layout      the layout in words, for the report
     identity    experts past the last that hand their input through (LongCat)
     names       the projections' names in a checkpoint: gate (if any), up, down
@@ -51,6 +52,7 @@ class ExpertWeights:
     identity: int = 0
     names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     stored_biases: dict[str, torch.Tensor] = field(default_factory=dict)
+    route: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
 
     @property
     def gated(self) -> bool:
@@ -99,11 +101,18 @@ def _reader(module: nn.Module) -> Callable[[Any], ExpertWeights] | None:
     inner = getattr(module, "mlp", None)
     if hasattr(module, "num_experts") and all(isinstance(getattr(inner, n, None), nn.Parameter) for n in ("w1", "v1")):
         return _read_blocks
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and _uniform(list(_children(module))):
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and _uniform([child for _, child in expert_children(module)]):
         return _read_each
     if _is_jetmoe(module):
         return _read_jetmoe
+    if hasattr(module, "route_tokens_to_experts") and all(_holds_3d(module, name) for name in ("fc1", "fc2")):
+        return _read_grouped
     return None
+
+
+def _holds_3d(module: nn.Module, name: str) -> bool:
+    part = getattr(module, name, None)
+    return part is not None and _is_3d(part, "weight")
 
 
 def _is_3d(module: nn.Module, name: str) -> bool:
@@ -112,14 +121,13 @@ def _is_3d(module: nn.Module, name: str) -> bool:
 
 
 def _is_jetmoe(module: nn.Module) -> bool:
-    linears = [getattr(module, name, None) for name in ("input_linear", "output_linear")]
-    return (
-        hasattr(module, "router") and all(_is_3d(x, "weight") for x in linears if x is not None) and None not in linears
-    )
+    # JetMoE's mixture of attention heads has the same linears, and no activation between them.
+    return hasattr(module, "activation") and all(_holds_3d(module, name) for name in ("input_linear", "output_linear"))
 
 
-def _children(module: nn.Module) -> Iterator[nn.Module]:
-    yield from module.children()
+def expert_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(key, expert) of a list or dictionary of experts; a dropout beside them has no parameters."""
+    return [(key, child) for key, child in module.named_children() if next(child.parameters(), None) is not None]
 
 
 def _uniform(children: Sequence[nn.Module]) -> bool:
@@ -220,8 +228,17 @@ def _read_jetmoe(module: Any) -> ExpertWeights:
     )  # fmt: skip
 
 
+def _read_grouped(module: Any) -> ExpertWeights:
+    """Aria before transformers 5.18: two grouped products [E, in, out], always SiLU, routed inside from its logits."""
+    return ExpertWeights(
+        module.fc1.weight.detach().transpose(1, 2), module.fc2.weight.detach().transpose(1, 2), None, None,
+        CallOptions(activation="silu"), _gate_with(nn.functional.silu), "grouped products, transposed",
+        calling="logits", route=module.route_tokens_to_experts,
+    )  # fmt: skip
+
+
 def _read_each(module: Any) -> ExpertWeights:
-    children = list(_children(module))
+    children = [child for _, child in expert_children(module)]
     found = _linears(children[0])
     assert found is not None
     gate, up, down = found
@@ -242,7 +259,7 @@ def _read_each(module: Any) -> ExpertWeights:
         layout=f"{type(module).__name__} of {type(children[0]).__name__}",
         stored_biases={
             f"{key}.{n}.bias": getattr(child, n).bias.detach()
-            for key, child in module.named_children()
+            for key, child in expert_children(module)
             for n in (*wanted, down)
             if getattr(child, n).bias is not None
         },

@@ -177,6 +177,20 @@ class BlockExperts(QuantizedExperts):
         return out.reshape(hidden_states.shape[0], -1, self.hidden_dim)
 
 
+class LogitExperts(QuantizedExperts):
+    """Called with the router's logits; routes as the module it replaces did."""
+
+    def _describe(self, weights: ExpertWeights) -> None:
+        super()._describe(weights)
+        self.route = weights.route
+
+    def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """[M, H] to [M, H]."""
+        assert self.route is not None
+        ids, weights = self.route(router_logits)
+        return super().forward(hidden_states, ids, weights)
+
+
 class JetMoeExperts(nn.Module):
     """Takes the place of a JetMoE layer, whose sorting of tokens by expert the kernels do themselves."""
 
@@ -186,14 +200,12 @@ class JetMoeExperts(nn.Module):
         self.bias = layer.bias
         self.experts = experts
 
-    def forward(self, layer_input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """([B, T, H], router logits)."""
+    def forward(self, layer_input: torch.Tensor) -> torch.Tensor:
+        """[B, T, H]."""
         x = layer_input.reshape(-1, layer_input.shape[-1])
-        logits = self.router.layer(x).float()
-        top, ids = logits.topk(self.router.top_k, dim=1)
-        gates = torch.softmax(top, dim=1).type_as(x)
-        out = self.experts(x, ids, gates) + self.bias
-        return out.view(layer_input.shape), logits
+        top, ids = self.router.layer(x).float().topk(self.router.top_k, dim=1)
+        out = self.experts(x, ids, torch.softmax(top, dim=1).type_as(x)) + self.bias
+        return out.view(layer_input.shape)
 
 
 class OneExpert(nn.Module):

@@ -12,11 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_ext.integrations.expert_layouts import ExpertWeights, is_experts, read_experts, weight_parameters
+from vllm_ext.integrations.expert_layouts import (
+    ExpertWeights,
+    expert_children,
+    is_experts,
+    read_experts,
+    weight_parameters,
+)
 from vllm_ext.integrations.quantized_experts import (
     BlockExperts,
     DequantizingExperts,
     JetMoeExperts,
+    LogitExperts,
     OneExpert,
     QuantizedExperts,
     SortedExperts,
@@ -28,7 +35,7 @@ from vllm_ext.quantization.progress import Progress
 
 logger = logging.getLogger(__name__)
 
-_CALLED = {"topk": QuantizedExperts, "sorted": SortedExperts, "blocks": BlockExperts}
+_CALLED = {"topk": QuantizedExperts, "sorted": SortedExperts, "blocks": BlockExperts, "logits": LogitExperts}
 _EXPERT_SOURCE = re.compile(r"experts\.(?:\*|\\d\+)\.(\w+)\.weight\$?$")
 
 
@@ -147,6 +154,7 @@ def quantize_experts(
         method=method,
         ignore=tuple(ignore),
     )
+    _check_adapters(model)
     found = find_experts(model)
     chosen = {name: module for name, module in found.items() if not is_ignored(name, scheme.ignore)}
     for pattern in unmatched(scheme.ignore, list(found)):
@@ -196,9 +204,15 @@ def _check_present(name: str, module: nn.Module) -> None:
             )
         if not parameter.is_floating_point() or parameter.element_size() < 2:
             raise ValueError(f"quantize_experts: {name}.{key} is {parameter.dtype}; start from 16-bit weights")
-        if "lora_" in key or "base_layer" in key:
+
+
+def _check_adapters(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        base = getattr(module, "base_layer", None)
+        if is_routed_experts(name) and isinstance(base, nn.Module):
             raise ValueError(
-                f"quantize_experts: {name} carries an adapter ({key}); merge it first (`model.merge_and_unload()`)"
+                f"quantize_experts: {name} carries an adapter ({type(module).__name__}); merge it first "
+                "(`model = model.merge_and_unload()`)"
             )
 
 
@@ -327,7 +341,7 @@ def _wrapped(old: nn.Module, new: QuantizedExperts, calling: str) -> nn.Module:
     if calling != "each":
         return new
     # The parent, or the container's own forward, calls expert after expert; the container itself stays.
-    for index, key in enumerate(list(old._modules)):
+    for index, (key, _) in enumerate(expert_children(old)):
         old._modules[key] = OneExpert(new, index)
     return old
 
