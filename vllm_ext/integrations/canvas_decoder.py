@@ -253,8 +253,7 @@ class CanvasDecoder:
 def _valid(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a cache's layer that hold tokens: static caches are longer than what they hold."""
     keys, values = layer.keys, layer.values
-    held = getattr(layer, "cumulative_length", None)
-    if held is not None and getattr(layer, "is_compileable", False):
-        count = min(int(held), keys.shape[2])
+    if getattr(layer, "is_compileable", False):
+        count = min(int(layer.get_seq_length()), keys.shape[2])
         keys, values = keys[:, :, :count], values[:, :, :count]
     return keys, values

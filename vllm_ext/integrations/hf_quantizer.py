@@ -66,6 +66,7 @@ class W4A16Quantizer(HfQuantizer):  # type: ignore[misc]
         self.scheme = quantization_config.scheme
         self.files: Sequence[str] = ()
         self.pending: dict[str, dict[str, nn.Parameter]] = {}
+        self.all_packed = False
 
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
@@ -73,7 +74,9 @@ class W4A16Quantizer(HfQuantizer):  # type: ignore[misc]
         if not self.pre_quantized:
             return model
         self.files = list(checkpoint_files or ())
-        for name, module in find_experts(model).items():
+        found = find_experts(model)
+        self.all_packed = not any(is_ignored(name, self.scheme.ignore) for name in found)
+        for name, module in found.items():
             if is_ignored(name, self.scheme.ignore):
                 continue
             names = {part: key for key, part in module.named_modules()}
@@ -84,6 +87,11 @@ class W4A16Quantizer(HfQuantizer):  # type: ignore[misc]
                 # transformers would draw random weights for what its files do not hold.
                 owner._is_hf_initialized = True  # type: ignore[assignment]
             self.pending[name] = taken  # type: ignore[assignment]
+        for part in model.modules():
+            # Ties of parameters that are gone; the layers are tied again when they are read.
+            ties = getattr(part, "all_tied_weights_keys", None)
+            if isinstance(ties, dict):
+                part.all_tied_weights_keys = {k: v for k, v in ties.items() if _there(part, k) and _there(part, v)}
         ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
         model._keys_to_ignore_on_load_unexpected = {*ignored, _OURS}  # type: ignore[assignment]
         return model
@@ -132,7 +140,7 @@ class W4A16Quantizer(HfQuantizer):  # type: ignore[misc]
 
     def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
         """Without those that would stack the packed tensors of all experts: they are read by us, one by one."""
-        if not self.pre_quantized:
+        if not self.pre_quantized or not self.all_packed:
             return weight_conversions
         return [c for c in weight_conversions if not all("experts" in target for target in c.target_patterns)]
 
@@ -149,6 +157,15 @@ class W4A16Quantizer(HfQuantizer):  # type: ignore[misc]
     def is_compileable(self) -> bool:
         """`torch.compile` sees the experts as one operator."""
         return True
+
+
+def _there(module: nn.Module, name: str) -> bool:
+    owner, _, key = name.rpartition(".")
+    try:
+        holder = module.get_submodule(owner)
+    except AttributeError:
+        return False
+    return holder._parameters.get(key) is not None or holder._buffers.get(key) is not None
 
 
 def match_layers(modules: Sequence[str], layers: Sequence[str]) -> list[tuple[list[str], str]]:
