@@ -156,9 +156,11 @@ def _owned(module: torch.nn.Module) -> bool:
     return next(module.buffers(), None) is not None or next(module.parameters(), None) is not None
 
 
+# Pairs run early and late, so that a host or a GPU that changes speed shows.
 DEFAULT_ARMS = (
-    "stock", "experts", "experts", "stock", "free", "stock-captured", "experts-captured", "free-captured",
-    "kit", "kit-no-capture", "kit-no-sampler", "kit-no-layers", "kit-bf16",
+    "stock", "experts", "free", "free", "experts", "stock",
+    "stock-captured", "experts-captured", "free-captured", "experts-captured", "stock-captured",
+    "kit", "kit-no-capture", "kit-no-sampler", "kit-no-layers", "kit-bf16", "kit",
 )  # fmt: skip
 
 

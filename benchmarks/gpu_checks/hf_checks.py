@@ -8,6 +8,7 @@ Each part is run for itself, a failure is printed in full and the next part goes
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 import time
@@ -24,6 +25,7 @@ from vllm_ext.benchmarks.hf_model import SIZES, random_model
 from vllm_ext.benchmarks.registry import describe_run, write_json
 
 from vllm_ext.integrations.accelerate import _probe, accelerate_generate
+from vllm_ext.integrations.swap import quantize_experts
 from vllm_ext.ops.fused import confidence_argmax, probabilities, reference, token_statistics
 
 
@@ -52,15 +54,32 @@ def kernels(options: argparse.Namespace, state: dict[str, Any]) -> Any:
 
 
 def numbers(options: argparse.Namespace, state: dict[str, Any]) -> Any:
-    """Every form's logits against the stock modules' over the same 4-bit experts, and of those against BF16."""
-    switch: Switch = state["switch"]
-    prompt = hf_steps.prompt_ids(switch.model)
-    switch.to(ARMS["stock"])
-    exact = _probe(switch.model, prompt)
-    switch.to(ARMS["experts"])
-    stock = _probe(switch.model, prompt)
-    found = {"experts_against_bf16": float((stock - exact).norm() / exact.norm())}
+    """Every form's logits, and the stock modules' own, against FP32 over the same dequantised weights.
+
+    Two layers of true width: thirty random ones amplify a rounding until nothing is left to compare.
+    """
+    model = random_model(SIZES["shallow"], torch.device("cuda"))
+    prompt = hf_steps.prompt_ids(model)
+    exact = copy.deepcopy(model).float()
+    exact.set_experts_implementation("eager")
+    bf16 = _probe(model, prompt)
+    report = quantize_experts(model, progress=False)
+    for layer in report.layers:
+        w13, w2 = model.get_submodule(layer.name).quantized()
+        module = exact.get_submodule(layer.name)
+        module.gate_up_proj.data.copy_(w13.dequantize(torch.float32))
+        module.down_proj.data.copy_(w2.dequantize(torch.float32))
+    wanted = _probe(exact, prompt)
     del exact
+    torch.cuda.empty_cache()
+
+    def against(logits: torch.Tensor) -> dict[str, float]:
+        return {
+            "error": float((logits - wanted).norm() / wanted.norm()),
+            "same_argmax": float((logits.argmax(-1) == wanted.argmax(-1)).float().mean()),
+        }
+
+    found = {"experts in BF16 (quantisation itself)": against(bf16), "stock modules": against(_probe(model, prompt))}
     parts = {
         "norms and projections": {"fused_layers": False, "capture": False, "sampler": False},
         "captured modules": {"fused_layers": False, "norms": False, "projections": False, "sampler": False},
@@ -68,11 +87,8 @@ def numbers(options: argparse.Namespace, state: dict[str, Any]) -> Any:
         "kit": {},
     }
     for name, keywords in parts.items():
-        done = accelerate_generate(switch.model, experts=False, progress=False, **keywords)
-        logits = _probe(switch.model, prompt)
-        found[name] = float((logits - stock).norm() / stock.norm())
-        found[f"{name}, same argmax"] = float((logits.argmax(-1) == stock.argmax(-1)).float().mean())
-        del logits
+        done = accelerate_generate(model, experts=False, progress=False, **keywords)
+        found[name] = against(_probe(model, prompt))
         print(name, found[name], done.notes, flush=True)
         done.undo()
     return found
@@ -80,7 +96,7 @@ def numbers(options: argparse.Namespace, state: dict[str, Any]) -> Any:
 
 def steps(options: argparse.Namespace, state: dict[str, Any]) -> Any:
     """Arms, bounds, and the model by byte count."""
-    rows = hf_steps.measure(state["switch"], options.arms, options.steps)
+    rows = hf_steps.measure(state["switch"], options.arms, options.steps, options.repeats)
     print(hf_steps.table(rows), flush=True)
     print(state["switch"].report, flush=True)
     return rows
@@ -131,7 +147,7 @@ def negatives(options: argparse.Namespace, state: dict[str, Any]) -> Any:
 PARTS: dict[str, Callable[[argparse.Namespace, dict[str, Any]], Any]] = {
     f.__name__: f for f in (kernels, numbers, steps, profile, generate, operations, roof, negatives)
 }
-NEEDS_MODEL = ("numbers", "steps", "profile", "generate")
+NEEDS_MODEL = ("steps", "profile", "generate")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -142,6 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(hf_steps.DEFAULT_ARMS))
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args(argv)
     state: dict[str, Any] = {}
     results: dict[str, Any] = {"run": describe_run(), "size": options.size}

@@ -15,7 +15,9 @@ from vllm_ext.integrations import canvas_decoder, canvas_sampler
 from vllm_ext.integrations.canvas_decoder import CanvasDecoder
 from vllm_ext.integrations.canvas_sampler import CanvasSampler
 from vllm_ext.integrations.capture import CapturedForward, capture
+from vllm_ext.integrations.fused_layers import unsupported
 from vllm_ext.integrations.norms import Patch, patch_rms_norms
+from vllm_ext.integrations.prompt_encoder import PromptEncoder
 from vllm_ext.integrations.qkv import join_projections
 from vllm_ext.integrations.swap import Report, quantize_experts
 
@@ -98,7 +100,7 @@ def accelerate_generate(
                   where they are already
     norms         each RMSNorm one kernel
     projections   q, k, v one product, gate and up another (merge LoRA adapters first)
-    fused_layers  DiffusionGemma: the decoder as seventeen launches a layer; needs norms and projections
+    fused_layers  DiffusionGemma: encoder and decoder as seventeen launches a layer; needs norms and projections
     capture       replay the decoder's forward from a CUDA graph. Models that generate token by token get a static cache
                   instead, with which transformers compiles and captures their forward itself
     sampler       DiffusionGemma: temperature, entropies, argmax and the drawn tokens in one pass over the vocabulary,
@@ -166,6 +168,10 @@ def _accelerate_denoising(model: Any, done: Acceleration, fused: bool, captured:
         if reason is not None:
             done.notes.append(f"fused layers: {reason}")
             fused = False
+    text_encoder = getattr(model.model.encoder, "language_model", None)
+    if fused and text_encoder is not None and unsupported(text_encoder.layers) is None:
+        text_encoder.forward = PromptEncoder(text_encoder)
+        done._undo.append(lambda: text_encoder.__dict__.pop("forward", None))
     steps = _DenoisingSteps(model, fused, captured, sampler)
     for name, method in (("_denoising_step", steps.step), ("_prepare_denoiser_inputs", steps.prepare)):
         setattr(model, name, types.MethodType(method, model))

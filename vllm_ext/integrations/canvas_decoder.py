@@ -7,31 +7,16 @@ and an attention that looks both ways, order does not matter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from vllm_ext.integrations.expert_layouts import recognise_pointwise
+from vllm_ext.integrations.fused_layers import FusedLayer, LayerStack, unsupported
 from vllm_ext.integrations.qkv import joined_weight
-from vllm_ext.integrations.quantized_experts import QuantizedExperts
-from vllm_ext.ops.fused import activation_and_mul, norm_chain, norm_rope_heads, probabilities, rms_norm, softmax_topk
+from vllm_ext.ops.fused import activation_and_mul, norm_rope_heads, probabilities, rms_norm
 
 _CAPACITY_STEP = 256
-
-
-@dataclass
-class _Layer:
-    module: Any
-    qkv: torch.Tensor
-    gate_up: torch.Tensor
-    router_weight: torch.Tensor
-    heads: int
-    kv_heads: int
-    dim: int
-    kind: str
 
 
 def supports(model: Any) -> str | None:
@@ -39,18 +24,7 @@ def supports(model: Any) -> str | None:
     decoder = getattr(getattr(model, "model", None), "decoder", None)
     if decoder is None or not hasattr(model, "_denoising_step"):
         return f"{type(model).__name__} has no denoising decoder"
-    for index, layer in enumerate(decoder.layers):
-        attention = layer.self_attn
-        linears = [attention.q_proj, attention.k_proj, attention.o_proj, layer.mlp.gate_proj, layer.mlp.down_proj]
-        if any(type(linear) is not nn.Linear for linear in linears):
-            return f"layer {index} has projections that are no plain linear layers; merge adapters first"
-        if any(linear.bias is not None for linear in linears):
-            return f"layer {index} has biases"
-    if recognise_pointwise(decoder.layers[0].mlp.act_fn) is None:
-        return "its activation is unknown"
-    if len({p.device for p in decoder.parameters()}) > 1:
-        return "the decoder is spread over several devices"
-    return None
+    return unsupported(decoder.layers)
 
 
 class CanvasDecoder:
@@ -67,12 +41,7 @@ class CanvasDecoder:
         self.model = model
         decoder = model.model.decoder
         self.decoder = decoder
-        self.eps: float = decoder.text_config.rms_norm_eps
-        self.top_k: int = decoder.text_config.top_k_experts
-        options = recognise_pointwise(decoder.layers[0].mlp.act_fn)
-        assert options is not None
-        self.activation = options.activation
-        self.layers = [self._layer(layer) for layer in decoder.layers]
+        self.stack = LayerStack(decoder.layers, decoder.norm, decoder.text_config)
         conditioning = decoder.self_conditioning
         self.conditioning_gate_up = joined_weight([conditioning.gate_proj, conditioning.up_proj])
         self.dtype: torch.dtype = decoder.embed_tokens.weight.dtype
@@ -84,31 +53,14 @@ class CanvasDecoder:
         self.values: list[torch.Tensor] = []
         self.masks: dict[str, torch.Tensor] = {}
 
-    @staticmethod
-    def _layer(module: Any) -> _Layer:
-        attention = module.self_attn
-        linears = [m for m in (attention.q_proj, attention.k_proj, attention.v_proj) if m is not None]
-        router = module.router
-        dim = attention.head_dim
-        return _Layer(
-            module=module,
-            qkv=joined_weight(linears),
-            gate_up=joined_weight([module.mlp.gate_proj, module.mlp.up_proj]),
-            router_weight=router.scale.detach().float() * router.scalar_root_size,
-            heads=attention.q_proj.out_features // dim,
-            kv_heads=attention.k_proj.out_features // dim,
-            dim=dim,
-            kind=attention.layer_type,
-        )
-
     def load_prefix(self, past_key_values: Any, masks: dict[str, torch.Tensor | None], batch: int, length: int) -> bool:
         """Take over the prompt's keys and values and what of them is padding. True where buffers had to be made anew.
 
         masks: by layer kind, boolean or additive [B, 1, L, keys], or None where nothing is masked.
         """
-        prefix = [_valid(past_key_values.layers[i]) for i in range(len(self.layers))]
+        prefix = [_valid(past_key_values.layers[i]) for i in range(len(self.stack.layers))]
         needed: dict[str, int] = {}
-        for layer, (key, _) in zip(self.layers, prefix, strict=True):
+        for layer, (key, _) in zip(self.stack.layers, prefix, strict=True):
             needed[layer.kind] = max(needed.get(layer.kind, 0), key.shape[2])
         fits = all(self.capacity.get(kind, -1) >= count for kind, count in needed.items())
         fresh = (batch, length) != (self.batch, self.length) or not fits
@@ -140,7 +92,8 @@ class CanvasDecoder:
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
         self.keys, self.values = (
-            [zeros(batch, x.kv_heads, length + self.capacity[x.kind], x.dim) for x in self.layers] for _ in range(2)
+            [zeros(batch, x.kv_heads, length + self.capacity[x.kind], x.dim) for x in self.stack.layers]
+            for _ in range(2)
         )
         self.masks = {kind: zeros(batch, 1, 1, length + count) for kind, count in self.capacity.items()}
         vocabulary = self.decoder.embed_tokens.weight.shape[0]
@@ -164,63 +117,20 @@ class CanvasDecoder:
         soft = probabilities(self.processed, self.log_sum, self.probabilities) @ embed.weight
         soft = soft * embed.embed_scale.to(self.dtype)
         h = self._conditioned(embed(canvas).view(soft.shape), soft)
-        kinds = {layer.kind for layer in self.layers}
-        angles = {kind: self.decoder.rotary_emb(h, position_ids, kind) for kind in sorted(kinds)}
-        x = rms_norm(h, self.layers[0].module.input_layernorm.weight, self.eps)
-        assert isinstance(x, torch.Tensor)
-        following = [layer.module.input_layernorm.weight for layer in self.layers[1:]] + [self.decoder.norm.weight]
-        for index, weight in enumerate(following):
-            h, x = self._run_layer(index, h, x, angles, weight)
+        kinds = sorted({layer.kind for layer in self.stack.layers})
+        angles = {kind: self.decoder.rotary_emb(h, position_ids, kind) for kind in kinds}
+        x = self.stack.run(h, lambda index, layer, x: self._attend(index, layer, x, angles[layer.kind]))
         return F.linear(x, self.model.lm_head.weight)
 
     def _conditioned(self, embeds: torch.Tensor, soft: torch.Tensor) -> torch.Tensor:
         module = self.decoder.self_conditioning
-        normed = rms_norm(soft, module.pre_norm.weight, self.eps)
-        inner = activation_and_mul(F.linear(normed, self.conditioning_gate_up), self.activation)  # type: ignore[arg-type]
-        out = rms_norm(F.linear(inner, module.down_proj.weight), None, self.eps, residual=embeds)
+        normed = rms_norm(soft, module.pre_norm.weight, self.stack.eps)
+        inner = activation_and_mul(F.linear(normed, self.conditioning_gate_up), self.stack.activation)  # type: ignore[arg-type]
+        out = rms_norm(F.linear(inner, module.down_proj.weight), None, self.stack.eps, residual=embeds)
         return out[0]
 
-    def _run_layer(
-        self,
-        index: int,
-        h: torch.Tensor,
-        x: torch.Tensor,
-        angles: dict[str, tuple[torch.Tensor, torch.Tensor]],
-        next_weight: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        layer = self.layers[index]
-        module: Any = layer.module
-        out = F.linear(self._attend(index, layer, x, angles[layer.kind]), module.self_attn.o_proj.weight)
-        h, dense_in, expert_in, router_in = norm_chain(
-            out,
-            h,
-            module.post_attention_layernorm.weight,
-            (
-                module.pre_feedforward_layernorm.weight,
-                module.pre_feedforward_layernorm_2.weight,
-                layer.router_weight,
-            ),
-            self.eps,
-        )
-        weights, ids = softmax_topk(
-            F.linear(router_in, module.router.proj.weight), self.top_k, module.router.per_expert_scale
-        )
-        routed = self._experts(module.experts, expert_in, ids, weights)
-        inner = activation_and_mul(F.linear(dense_in, layer.gate_up), self.activation)
-        dense = F.linear(inner, module.mlp.down_proj.weight)
-        h, x = norm_chain(
-            dense,
-            h,
-            module.post_feedforward_layernorm.weight,
-            (next_weight,),
-            self.eps,
-            branches=(module.post_feedforward_layernorm_1.weight, routed, module.post_feedforward_layernorm_2.weight),
-            scale=module.layer_scalar,
-        )
-        return h, x
-
     def _attend(
-        self, index: int, layer: _Layer, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
+        self, index: int, layer: FusedLayer, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
         attention: Any = layer.module.self_attn
         batch, length = self.batch, self.length
@@ -234,20 +144,13 @@ class CanvasDecoder:
             attention.q_norm.weight,
             attention.k_norm.weight,
             *angles,
-            eps=self.eps,
+            eps=self.stack.eps,
         )
         # The mask is the same for every query, so the heads that share keys are rows of one attention: no copies.
         rows = query.view(batch, layer.kv_heads, -1, layer.dim)
         mask = self.masks[layer.kind].expand(batch, layer.kv_heads, rows.shape[2], -1)
         out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=attention.scaling)
         return out.reshape(batch, layer.heads, length, layer.dim).transpose(1, 2).reshape(batch * length, -1)
-
-    @staticmethod
-    def _experts(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if isinstance(module, QuantizedExperts):
-            return module.routed(x, ids, weights)
-        out: torch.Tensor = module(x, ids.long(), weights)
-        return out
 
 
 def _valid(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from vllm_ext.integrations.expert_layouts import Activation, ExpertWeights
+from vllm_ext.integrations.layer_graphs import LayerGraphs
 from vllm_ext.integrations.plain_order import plain_order
 from vllm_ext.ops.moe import PreparedExperts, prepare_experts
 from vllm_ext.ops.moe.custom_op import call_experts, encode_call
@@ -61,6 +62,7 @@ class QuantizedExperts(nn.Module):
             self._plain = (w13, w2)
         self.scale_dtype = w13.scale.dtype
         self._keep_biases(weights)
+        self.graphs: LayerGraphs | None = LayerGraphs()
 
     def _describe(self, weights: ExpertWeights) -> None:
         self.identity = weights.identity
@@ -84,13 +86,21 @@ class QuantizedExperts(nn.Module):
         """Bytes of the prepared tensors."""
         return self.prepared.nbytes
 
-    def routed(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """[M, H] of the routed experts, whatever the way of calling."""
+    def computed(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """[M, H] of the routed experts, launched kernel by kernel."""
         tensors = [getattr(self, name) for name in self.tensor_names]
         out = call_experts(x, top_k_weights, top_k_index, None, tensors, self.meta)
         if self.identity:
             passed = torch.where(top_k_index >= self.num_experts, top_k_weights, 0).sum(-1, keepdim=True)
             out = out + (x * passed).to(out.dtype)
+        return out
+
+    def routed(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """[M, H] of the routed experts, whatever the way of calling."""
+        if self.graphs is None or torch.compiler.is_compiling():
+            out = self.computed(x, top_k_index, top_k_weights)
+        else:
+            out = self.graphs(self.computed, x, top_k_index, top_k_weights)
         return _NoBackward.apply(out, x) if x.requires_grad and torch.is_grad_enabled() else out
 
     def forward(
@@ -100,6 +110,15 @@ class QuantizedExperts(nn.Module):
         x = hidden_states.reshape(-1, self.hidden_dim)
         out = self.routed(x, top_k_index.view(x.shape[0], -1), top_k_weights.view(x.shape[0], -1))
         return out.view(hidden_states.shape)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if self.graphs is not None:
+            self.graphs.clear()
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Graphs are bound to this process and these addresses: a copy records its own.
+        return {**self.__dict__, "graphs": None if self.graphs is None else LayerGraphs()}
 
     def quantized(self) -> tuple[QuantizedWeight, QuantizedWeight]:
         """(w13, w2) in plain order, exactly what was quantised."""
@@ -220,7 +239,9 @@ class OneExpert(nn.Module):
         """[..., H] to [..., H]."""
         x = hidden_states.reshape(-1, self.experts.hidden_dim)
         ids = torch.full((x.shape[0], 1), self.expert, dtype=torch.int32, device=x.device)
-        return self.experts.routed(x, ids, torch.ones_like(ids, dtype=torch.float32)).view(hidden_states.shape)
+        # Not replayed: how many rows an expert gets differs from call to call.
+        run = self.experts.routed if isinstance(self.experts, DequantizingExperts) else self.experts.computed
+        return run(x, ids, torch.ones_like(ids, dtype=torch.float32)).view(hidden_states.shape)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -246,6 +267,7 @@ class DequantizingExperts(QuantizedExperts):
         self.groups = (w13.group_size, w2.group_size)
         self.shapes = (w13.shape, w2.shape)
         self.tensor_names = []
+        self.graphs = None
         tensors = {"w13_bias": weights.w13_bias, "w2_bias": weights.w2_bias}
         for name, weight in (("w13", w13), ("w2", w2)):
             tensors |= {
