@@ -66,7 +66,13 @@ _HOOKS = (
     ("vllm.model_executor.models.bailing_moe_v3", f"{_LINEAR_ATTENTION}:hook_bailing_layer"),
     ("vllm.v1.worker.gpu_worker", "vllm_ext.model_executor.linear_attention_failures:hook_worker"),
     ("vllm.v1.core.sched.scheduler", "vllm_ext.model_executor.linear_attention_failures:hook_scheduler"),
+    ("vllm.v1.engine.output_processor", "vllm_ext.model_executor.linear_attention_replies:hook_output_processor"),
+    *(
+        (f"vllm.entrypoints.{server}.serving", "vllm_ext.model_executor.linear_attention_replies:hook_serving")
+        for server in ("generate.base", "openai.engine")  # the second until 0.31
+    ),
     ("vllm.model_executor.model_loader.base_loader", "vllm_ext.model_executor.hooks:wrap_load_model"),
+    ("vllm.lora.model_manager", "vllm_ext.model_executor.lora:leave_experts_out"),
     (
         "vllm.model_executor.model_loader.default_loader",
         "vllm_ext.model_executor.packed_names:wrap_get_all_weights",

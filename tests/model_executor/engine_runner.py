@@ -4,8 +4,10 @@
 
 A job: {"model": dir, "options": {...LLM arguments}, "prompts": [[token ids]], "max_tokens": n, "before": "name"};
 `before` is a function below, called before the engine starts; what it changes stays changed for the jobs after it.
+More keys: "reload": a checkpoint whose weights replace the model's before it is asked; "lora": an adapter's folder;
+"cached": the prompts are asked once before. With the latter two the prompts' log-probabilities are left out.
 A result: {"log_probs": [[prompt log-probabilities]], "tokens": [[...]], "margins": [[gap between the best two
-tokens]]} or {"error": message}.
+tokens]]}, with "refused": [why a request ended with an error], or {"error": message}.
 """
 
 from __future__ import annotations
@@ -53,19 +55,31 @@ def refuse_every_call() -> None:
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Start the job's engine, ask it, and let it go."""
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     if job.get("before"):
         globals()[job["before"]]()
     defaults = {"max_model_len": 1024, "max_num_seqs": 8, "enable_prefix_caching": False, "enforce_eager": True}
     llm = LLM(model=job["model"], **{**defaults, **job.get("options", {})})
+    if job.get("reload"):
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": job["reload"]})
+    adapter = LoRARequest("adapter", 1, job["lora"]) if job.get("lora") else None
     sampling = SamplingParams(temperature=0, max_tokens=job.get("max_tokens", 8), prompt_logprobs=0, logprobs=2)
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
-    result: dict[str, Any] = {"log_probs": [], "tokens": [], "margins": []}
+    if job.get("cached") or adapter:
+        # A request for the prompt's own log-probabilities does not read the cache, and fails with an adapter.
+        sampling.prompt_logprobs = None
+    if job.get("cached"):
+        llm.generate(prompts, sampling, use_tqdm=False)
+    outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
+    result: dict[str, Any] = {"log_probs": [], "tokens": [], "margins": [], "refused": []}
     result["peak_private_bytes"] = _peak_private_bytes
     for output in outputs:
-        pairs = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[1:]
-        result["log_probs"].append([entry[token].logprob for token, entry in pairs])
+        if output.outputs[0].finish_reason == "error":
+            result["refused"].append(output.outputs[0].stop_reason)
+            continue
+        pairs = list(zip(output.prompt_token_ids, output.prompt_logprobs or [None] * 99999, strict=False))[1:]
+        result["log_probs"].append([entry[token].logprob for token, entry in pairs if entry])
         result["tokens"].append(list(output.outputs[0].token_ids))
         best = [sorted((e.logprob for e in entry.values()), reverse=True) for entry in output.outputs[0].logprobs]
         result["margins"].append([first - second for first, second, *_ in best])

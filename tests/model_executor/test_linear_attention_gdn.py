@@ -5,12 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_ext.model_executor.linear_attention import (
-    GatedDeltaRulePrefill,
-    LayerPrefill,
-    gated_delta_rule_on_cpu,
-    make_layer_prefill,
-)
+from vllm_ext.model_executor.linear_attention import GatedDeltaRulePrefill, gated_delta_rule_on_cpu
+from vllm_ext.model_executor.linear_attention_prefill import LayerPrefill, make_layer_prefill
 from vllm_ext.ops.linear_attention import chunk_gated_delta_rule
 from vllm_ext.ops.linear_attention.problem import Problem
 from vllm_ext.ops.linear_attention.sample import sample_operands, sample_state

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vllm_ext.model_executor.linear_attention import LayerPrefill, kda_gate, kda_with_fused_gate
+from vllm_ext.model_executor.linear_attention import kda_gate, kda_with_fused_gate
+from vllm_ext.model_executor.linear_attention_prefill import LayerPrefill
 from vllm_ext.ops.linear_attention import chunk_kda
 from vllm_ext.ops.linear_attention.sample import sample_operands, sample_state
 
@@ -110,12 +111,14 @@ def test_fallback_passes_vllm_its_own_arguments_untouched(call):
 
     def stock(**kwargs):
         received.update(kwargs)
-        return "o", "state"
+        return call["v"], call["initial_state"]
 
     beta = torch.zeros(1, 150, 2)
     broken = {**call, "q": call["q"][..., :16]}
     prefill = LayerPrefill("layer", "kda", fallback=True)
-    assert kda_with_fused_gate(prefill, stock, **broken, beta=beta) == ("o", "state")
+    o, state = kda_with_fused_gate(prefill, stock, **broken, beta=beta)
+    assert o is call["v"]
+    assert state is call["initial_state"]
     assert received.keys() == {*call, "beta"}
     assert all(received[name] is value for name, value in {**broken, "beta": beta}.items())
 

@@ -1,89 +1,33 @@
 """Linear-attention prefill of vLLM's layers by our operators: what is called in place of vLLM's kernels.
 
+The state contract, where the caller gathers and scatters unless said otherwise:
+
+| call | platform, vLLM | state | layout | dtype |
+| --- | --- | --- | --- | --- |
+| `GatedDeltaRulePrefill` | GPU, all | gathered [N, HV, V, K] | value first | the cache's; returned in FP32 |
+| `gated_delta_rule_on_cpu` | CPU, 0.32 on | the pool [slots, HV, K, V], read and written by slot | key first | FP32 |
+| | CPU, 0.23 | gathered [N, HV, K, V] | key first | FP32 |
+| `kda_with_fused_gate`, `kda` | GPU, all | gathered [N, H, V, K] | value first | the cache's, also when returned |
+
+A sequence's initial state is zero where its request begins and the stored one where it continues (a further chunk, a
+prefix found in the cache, after preemption); vLLM decides which, from the request's metadata. An empty sequence returns
+the state it came with. Where prefix caching wants the state at a block's end, vLLM ends the chunk there.
+
 A layer of a model served with `--attention-backend ha_npu` carries a `LayerPrefill`; where vLLM's call sites are, and
-how they find the layer, is in `linear_attention_hooks`. Decode stays vLLM's.
+how they find the layer, is in `linear_attention_hooks`. Decode stays vLLM's, and so do speculative tokens under check.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from vllm_ext import compat
+from vllm_ext.model_executor.linear_attention_prefill import LayerPrefill, PrefillOperands, Result
 from vllm_ext.ops.linear_attention import chunk_gated_delta_rule, chunk_kda
-from vllm_ext.ops.linear_attention.dispatch import select_backend
-from vllm_ext.ops.linear_attention.problem import Problem
-
-logger = logging.getLogger("vllm.vllm_ext.linear_attention")
-Result = TypeVar("Result")
-
-_RULES = {"gdn": "gated delta rule", "kda": "Kimi delta attention"}
-
-
-@dataclass
-class LayerPrefill:
-    """One layer's prefill. layer_name: vLLM's prefix; op: "gdn" or "kda"; fallback: vLLM's kernel when ours refuses."""
-
-    layer_name: str
-    op: str
-    fallback: bool = False
-    warned: bool = field(default=False, repr=False)
-
-    def run(self, ours: Callable[[], Result], stock: Callable[[], Result]) -> Result:
-        """Our kernel's result. It writes no operand before it has succeeded, so `stock` can still take over.
-
-        Raises RuntimeError naming the layer and the rule when ours fails and no fallback was asked for.
-        """
-        try:
-            return ours()
-        except Exception as error:
-            reason = f"{self.layer_name}: ha_npu prefill of the {_RULES[self.op]} failed: {error}"
-            if not self.fallback:
-                raise RuntimeError(
-                    f"{reason}. Serve without --attention-backend ha_npu, or let vLLM's kernel take over such calls "
-                    'with --additional-config \'{"vllm_ext": {"on_kernel_error": "fallback"}}\''
-                ) from error
-            if not self.warned:
-                self.warned = True
-                logger.warning("%s; vLLM's own kernel takes over for this layer where that happens", reason)
-            return stock()
-
-
-@functools.cache
-def _announce(op: str, backend: str) -> None:
-    logger.info("ha_npu: %s prefill by vllm_ext backend %s; decode and full attention stay vLLM's", op.upper(), backend)
-
-
-def make_layer_prefill(layer_name: str, problem: Problem, fallback: bool) -> LayerPrefill | None:
-    """The prefill of a layer with these sizes; None when nothing here can serve it and a fallback was asked for.
-
-    Raises RuntimeError when nothing can serve it and none was.
-    """
-    prefill = LayerPrefill(layer_name, problem.op, fallback)
-    choice = prefill.run(lambda: select_backend("ha_npu", "auto", problem), lambda: None)
-    if choice is None:
-        return None
-    module, passed_over = choice
-    _announce(problem.op, module.NAME)
-    logger.debug(
-        "%s: %s prefill by vllm_ext backend %s%s (%d key heads of %d, %d value heads of %d, %s)",
-        layer_name,
-        problem.op,
-        module.NAME,
-        f", because {passed_over}" if passed_over else "",
-        problem.num_heads,
-        problem.key_dim,
-        problem.num_value_heads,
-        problem.value_dim,
-        problem.dtype,
-    )
-    return prefill
 
 
 class GatedDeltaRulePrefill(torch.nn.Module):
@@ -112,27 +56,25 @@ class GatedDeltaRulePrefill(torch.nn.Module):
         use_qk_l2norm_in_kernel: bool = True,
         core_attn_out: torch.Tensor | None = None,
         **precomputed: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> Result:
         """`precomputed` (chunk indices and the like) is for the kernels that need it; ours do not."""
-        call: dict[str, Any] = {
-            "q": q,
-            "k": k,
-            "v": v,
-            "g": g,
-            "beta": beta,
-            "initial_state": initial_state,
+        operands = PrefillOperands(q, k, v, g, beta, initial_state, cu_seqlens)
+        flags: dict[str, Any] = {
             "output_final_state": output_final_state,
-            "cu_seqlens": cu_seqlens,
             "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
         }
 
-        def ours() -> tuple[torch.Tensor, torch.Tensor | None]:
-            o, state = chunk_gated_delta_rule(**call, state_v_first=True)
-            if core_attn_out is not None:
-                core_attn_out.view(-1)[: o.numel()].copy_(o.view(-1))
-            return o, state
+        def ours(x: PrefillOperands) -> Result:
+            return chunk_gated_delta_rule(**vars(x), **flags, state_v_first=True)
 
-        return self.prefill.run(ours, lambda: self.stock(**call, core_attn_out=core_attn_out, **precomputed))
+        def vllms() -> Result:
+            result: Result = self.stock(**vars(operands), **flags, core_attn_out=None, **precomputed)
+            return result
+
+        o, state = self.prefill.run(operands, ours, vllms)
+        if core_attn_out is not None:
+            core_attn_out.view(-1)[: o.numel()].copy_(o.reshape(-1))
+        return o, state
 
 
 def gated_delta_rule_on_cpu(
@@ -151,40 +93,29 @@ def gated_delta_rule_on_cpu(
     use_qk_l2norm_in_kernel: bool,
     initial_state_indices: torch.Tensor | None = None,
     eps: float = 1e-5,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Result:
     """Stands in for `vllm._custom_ops.chunk_gated_delta_rule_cpu`.
 
     query, key [1, T, H, K], value [1, T, HV, V], g and beta [1, T, HV]. initial_state is the pool [slots, HV, K, V],
     whose rows `initial_state_indices` are read and overwritten; without indices (0.23) a gathered [N, HV, K, V].
     eps is what vLLM's CPU kernels add under the root of the L2 norm, ten times what its GPU kernels do.
     """
+    indices = None if initial_state_indices is None else initial_state_indices.long()
+    states = initial_state if indices is None else initial_state[indices]
+    operands = PrefillOperands(query, key, value, g, beta, states, cu_seqlens)
 
-    def ours() -> tuple[torch.Tensor, torch.Tensor]:
+    def ours(x: PrefillOperands) -> Result:
         if head_first:
             raise ValueError("head_first layout is not supported; vLLM passes tokens first")
-        indices = None if initial_state_indices is None else initial_state_indices.long()
-        q, k, v = query.float(), key.float(), value.float()
+        wide = {name: getattr(x, name).float() for name in ("q", "k", "v")}
         if use_qk_l2norm_in_kernel:
-            q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps) for x in (q, k))
-        o, state = chunk_gated_delta_rule(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            initial_state=initial_state if indices is None else initial_state[indices],
-            output_final_state=True,
-            cu_seqlens=cu_seqlens,
-        )
-        assert state is not None
-        if indices is None:
-            return o.to(value.dtype), state
-        initial_state[indices] = state.to(initial_state.dtype)
-        return o.to(value.dtype), initial_state
+            wide |= {n: wide[n] * torch.rsqrt(wide[n].square().sum(-1, keepdim=True) + eps) for n in ("q", "k")}
+        o, state = chunk_gated_delta_rule(**{**vars(x), **wide}, output_final_state=True)
+        return o.to(value.dtype), state
 
-    def vllms() -> tuple[torch.Tensor, torch.Tensor]:
+    def vllms() -> Result:
         pool = {} if initial_state_indices is None else {"initial_state_indices": initial_state_indices}
-        result: tuple[torch.Tensor, torch.Tensor] = stock(
+        result: Result = stock(
             query=query,
             key=key,
             value=value,
@@ -198,9 +129,14 @@ def gated_delta_rule_on_cpu(
             eps=eps,
             **pool,
         )
-        return result
+        return result if indices is None else (result[0], None)  # vLLM's kernel has written the pool
 
-    return prefill.run(ours, vllms)
+    o, state = prefill.run(operands, ours, vllms)
+    if indices is None:
+        return o, state
+    if state is not None:
+        initial_state[indices] = state.to(initial_state.dtype)
+    return o, initial_state
 
 
 def kda_gate(
@@ -237,32 +173,21 @@ def kda_with_fused_gate(
     lower_bound: float | None = None,
     out: torch.Tensor | None = None,
     **step: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> Result:
     """Stands in for vLLM's `chunk_kda_with_fused_gate`: q, k, v, raw_g [1, T, H, K] before the gate's activation,
     initial_state [N, H, V, K] gathered by the caller, who also scatters. `step` is beta or its projection (see compat).
     """
+    beta = compat.kda_beta(**step)
+    flags = {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+    operands = PrefillOperands(q, k, v, raw_g, beta, initial_state, cu_seqlens)
 
-    def ours() -> tuple[torch.Tensor, torch.Tensor | None]:
-        o, state = chunk_kda(
-            q,
-            k,
-            v,
-            kda_gate(raw_g, A_log, g_bias, lower_bound),
-            compat.kda_beta(**step),
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            state_v_first=True,
-        )
-        if state is not None and initial_state is not None:
-            state = state.to(initial_state.dtype)
-        return (o, state) if out is None else (out.copy_(o), state)
+    def ours(x: PrefillOperands) -> Result:
+        gate = kda_gate(x.g, A_log, g_bias, lower_bound)
+        return _kda(x, gate, scale=scale, **flags)
 
-    def vllms() -> tuple[torch.Tensor, torch.Tensor | None]:
-        optional = {"lower_bound": lower_bound, "out": out, "scale": scale}
-        result: tuple[torch.Tensor, torch.Tensor | None] = stock(
+    def vllms() -> Result:
+        optional = {"lower_bound": lower_bound, "scale": scale}
+        result: Result = stock(
             q=q,
             k=k,
             v=v,
@@ -270,12 +195,63 @@ def kda_with_fused_gate(
             A_log=A_log,
             g_bias=g_bias,
             initial_state=initial_state,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             cu_seqlens=cu_seqlens,
+            **flags,
             **step,
             **{name: value for name, value in optional.items() if value is not None},
         )
         return result
 
-    return prefill.run(ours, vllms)
+    return _finish_kda(prefill.run(operands, ours, vllms), initial_state, out)
+
+
+def kda(
+    prefill: LayerPrefill,
+    stock: Callable[..., Any],
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    **gate: Any,
+) -> Result:
+    """Stands in for vLLM's `chunk_kda`, whose gate the caller has applied: q, k, v, g [1, T, H, K], beta [1, T, H].
+
+    `gate` says how (safe gate, lower bound), which lets vLLM's kernel choose products that cannot overflow; ours never
+    do. initial_state as in `kda_with_fused_gate`.
+    """
+    flags = {
+        "scale": scale,
+        "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+    }
+    operands = PrefillOperands(q, k, v, g, beta, initial_state, cu_seqlens)
+
+    def ours(x: PrefillOperands) -> Result:
+        return _kda(x, x.g, **flags)
+
+    def vllms() -> Result:
+        result: Result = stock(**vars(operands), **flags, **gate)
+        return result
+
+    return _finish_kda(prefill.run(operands, ours, vllms), initial_state, None)
+
+
+def _kda(x: PrefillOperands, g: torch.Tensor, **flags: Any) -> Result:
+    return chunk_kda(
+        x.q, x.k, x.v, g, x.beta, initial_state=x.initial_state, cu_seqlens=x.cu_seqlens, state_v_first=True, **flags
+    )
+
+
+def _finish_kda(result: Result, initial_state: torch.Tensor | None, out: torch.Tensor | None) -> Result:
+    """The state in the cache's dtype, as vLLM's layers scatter it without a cast; o where the caller wants it."""
+    o, state = result
+    if state is not None and initial_state is not None:
+        state = state.to(initial_state.dtype)
+    return (o, state) if out is None else (out.copy_(o), state)

@@ -62,7 +62,10 @@ def hook_olmo_layer(module: Any) -> None:
 
 
 def hook_kimi_layer(module: Any) -> None:
-    """Kimi-Linear. 0.23 calls a function of this module; later versions import it at the call (`hook_kda_kernels`)."""
+    """Kimi-Linear, whose kernel applies the gate (with or without a lower bound) and, since 0.32, the step size's.
+
+    0.23 calls a function of this module; later versions import it at the call (`hook_kda_kernels`).
+    """
     cls = module.KimiGatedDeltaNetAttention
     _note_running(cls, "_forward", encloses_call=True)
     if hasattr(module, "chunk_kda_with_fused_gate"):
@@ -82,6 +85,23 @@ def hook_kda_kernels(module: Any) -> None:
         return kda_with_fused_gate(prefill, stock, **kwargs)
 
     _serve_function(module, "chunk_kda_with_fused_gate", serve)
+
+
+def hook_bailing_layer(module: Any) -> None:
+    """Ling 3.0 (Bailing MoE v3): KDA whose gate the layer applies itself; calls a function of its module."""
+    cls = module.BailingMoeV3KimiDeltaAttention
+    _note_running(cls, "_forward", encloses_call=True)
+
+    def serve(prefill: Any, stock: Callable[..., Any], **kwargs: Any) -> Any:
+        from vllm_ext.model_executor.linear_attention import kda
+
+        return kda(prefill, stock, **kwargs)
+
+    _serve_function(module, "chunk_kda", serve)
+    _after_init(
+        cls,
+        lambda layer: _make_prefill(layer, "kda", layer.num_heads, layer.num_heads, layer.head_dim, layer.head_dim),
+    )
 
 
 def hook_cpu_kernels(module: Any) -> None:
@@ -139,13 +159,14 @@ def _make_prefill(layer: Any, op: str, heads: int, value_heads: int, key_dim: in
     """Give the layer its `LayerPrefill` if ha_npu was asked for; head counts are the whole model's."""
     from vllm.config import get_current_vllm_config
 
-    options = _options(get_current_vllm_config())
+    config = get_current_vllm_config()
+    options = _options(config)
     if not options.linear_attn_backend:
         return None
     import torch
     from vllm.platforms import current_platform
 
-    from vllm_ext.model_executor.linear_attention import make_layer_prefill
+    from vllm_ext.model_executor.linear_attention_prefill import make_layer_prefill
     from vllm_ext.ops.linear_attention.problem import Problem
 
     problem = Problem(
@@ -162,7 +183,12 @@ def _make_prefill(layer: Any, op: str, heads: int, value_heads: int, key_dim: in
         state_dtype=layer.get_state_dtype()[-1],
         device=torch.device(current_platform.device_type),
     )
-    prefill = make_layer_prefill(layer.prefix, problem, options.on_kernel_error == "fallback")
+    prefill = make_layer_prefill(
+        layer.prefix,
+        problem,
+        options.on_kernel_error == "fallback",
+        num_tokens=config.scheduler_config.max_num_batched_tokens,
+    )
     if prefill is not None:
         setattr(layer, _ATTRIBUTE, prefill)
     return prefill

@@ -1,0 +1,314 @@
+"""Random request mixes through real vLLM on a GPU, with and without `ha_npu`: GDN + MoE, and KDA + MoE + MLA.
+
+    python benchmarks/gpu_checks/linear_attention_serving.py [--mixes 200] [--seconds 150] [--processes 3] [--out FILE]
+
+Each kind of model is served by several processes at once, each with a pair of engines (stock and ha_npu) without prefix
+caching, one with it, and one with speculation where vLLM has it for the layer. Mixes and comparison are those of
+`request_mixes`; a mix's number is its seed. What does not fit the time is not run, and the result says how many were.
+Each process also checks that the comparison notices a wrong kernel, and that a sequence which the kernel refuses
+ends its own request only. Exit status 0 when everything agrees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+KINDS = ("qwen3-next", "kimi-linear")
+NUM_SPEC = 2
+# Layer 0 sees equal inputs in both engines, and its state is held to two BF16 kernels' rounding; behind it the inputs
+# differ by rounding, which an expert's tie can amplify. A state of another request is off by 1 or more.
+TOLERANCE = {"states": (1e-2, 0.3, 0.3), "log_prob": 0.1}
+COMMON: dict[str, Any] = {
+    "enforce_eager": True,
+    "max_model_len": 4096,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 4096,
+    "skip_tokenizer_init": True,
+    "async_scheduling": False,
+    "gpu_memory_utilization": 0.05,
+    "kv_cache_memory_bytes": 1 << 29,
+}
+BY_KIND: dict[str, dict[str, Any]] = {
+    "qwen3-next": {"gdn_prefill_backend": "triton"},  # vLLM 0.23's first choice on this GPU is compiled at run time
+    "kimi-linear": {"attention_config": {"backend": "TRITON_MLA"}},
+}
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "plain": {"enable_prefix_caching": False},
+    "prefix": {"enable_prefix_caching": True},
+    "speculative": {
+        "enable_prefix_caching": False,
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": NUM_SPEC,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        },
+    },
+}
+UNSUPPORTED = {("kimi-linear", "speculative"): "vLLM 0.23's Kimi layer has no speculative decoding"}
+Pair = tuple[Any, Any]
+
+
+def start_pair(model: str, options: dict[str, Any]) -> Pair:
+    """Two engines that differ only in the flag, stock first."""
+    from vllm import LLM
+    from vllm_ext.benchmarks.request_mixes import MixEngine
+
+    stock = MixEngine(LLM(model=model, **options))
+    return stock, MixEngine(LLM(model=model, attention_backend="ha_npu", **options))
+
+
+def skip_autotuning() -> None:
+    """Let vLLM's Triton kernels run with the first of their configurations: trying all takes longer than the check."""
+    import triton
+
+    autotune = triton.autotune
+    triton.autotune = lambda configs, *args, **kwargs: autotune(configs[:1], *args, **kwargs)
+
+
+class Child:
+    """One process: its configurations one after another, each with its share of the time; a file keeps up with it."""
+
+    def __init__(self, kind: str, model: str, seeds: range, seconds: float, result: Path) -> None:
+        self.kind, self.model, self.seeds, self.result = kind, model, seeds, result
+        self.began = time.monotonic()
+        self.deadline = self.began + seconds
+        self.found: dict[str, Any] = {"errors": {}, "checks": {}, "configurations": {}, "bad": [], "seconds": {}}
+        self.plain: Any = None
+
+    def run(self) -> None:
+        """Everything; an error ends its configuration only."""
+        names = [name for name in CONFIGURATIONS if (self.kind, name) not in UNSUPPORTED]
+        for index, name in enumerate(names):
+            share = (self.deadline - time.monotonic()) / (len(names) - index)
+            try:
+                self.configuration(name, time.monotonic() + share)
+            except Exception as error:
+                traceback.print_exc()
+                self.found["errors"][name] = f"{type(error).__name__}: {error}"[:600]
+            self.write()
+        self.found["finished"] = True
+        self.write()
+
+    def write(self) -> None:
+        """Replace the file by what is known now."""
+        self.found["seconds"]["total"] = round(time.monotonic() - self.began, 1)
+        part = self.result.with_suffix(".part")
+        part.write_text(json.dumps(self.found))
+        part.replace(self.result)
+
+    def configuration(self, name: str, until: float) -> None:
+        """Start the pair, check refusals and wrong kernels, then run mixes until the time is over."""
+        from vllm_ext.benchmarks import request_mixes as rm
+
+        tolerance = rm.Tolerance(**TOLERANCE)
+        pair = stock, ours = start_pair(self.model, {**COMMON, **BY_KIND[self.kind], **CONFIGURATIONS[name]})
+        self.found["seconds"][f"{name} started"] = round(time.monotonic() - self.began, 1)
+        print("started", name, self.found["seconds"], flush=True)
+        if name == "plain":
+            self.plain = stock
+        aligned = stock.cache_mode == "align"
+        block = stock.mamba_block_size() if aligned else 128
+        least = block if aligned else 16 if stock.num_spec else 8
+        comparison, seen = rm.Comparison(), []
+
+        def one_mix(seed: int) -> None:
+            mix = rm.draw_mix(random.Random(seed).randint, block=block, num_spec=stock.num_spec, least_budget=least)
+            before = len(comparison.failures)
+            known = self.plain.run(mix) if stock.num_spec else None
+            one, other = stock.run(mix, known=known), ours.run(mix, known=known)
+            comparison.add(one, other, tolerance)
+            seen.append((mix, other))
+            why = comparison.failures[before:]
+            if why and len(self.found["bad"]) < 5:
+                self.found["bad"].append({"seed": seed, "configuration": name, **mix.describe(), "why": why[:3]})
+            self.found["configurations"][name] = {
+                "mixes": len(seen),
+                "failures": comparison.failures[:20],
+                "state_errors": comparison.state_errors,
+                "log_prob_gaps": comparison.log_prob_gaps,
+                "tokens": comparison.tokens,
+                "diverged": comparison.diverged,
+                "situations": rm.situations(seen, stock.num_spec),
+            }
+
+        one_mix(self.seeds[0])
+        self.found["seconds"][f"{name} first mix"] = round(time.monotonic() - self.began, 1)
+        self.write()
+        if name != "speculative":
+            self.found["checks"][name] = final_checks(pair, tolerance)
+            self.write()
+        for count, seed in enumerate(self.seeds[1:]):
+            if time.monotonic() > until:
+                break
+            one_mix(seed)
+            if count % 10 == 0:
+                self.write()
+
+
+def final_checks(pair: Pair, tolerance: Any) -> dict[str, Any]:
+    """Whether wrong kernels are noticed, and what is wrong with how a refusal ends."""
+    from vllm_ext.benchmarks import request_mixes as rm
+
+    stock, ours = pair
+    checks: dict[str, Any] = {}
+    try:
+        checks["refusal"] = rm.check_refusal(ours, tolerance)
+        checks["noticed"] = rm.wrong_kernels_noticed(stock, ours, tolerance)
+    except Exception as error:
+        traceback.print_exc()
+        checks["error"] = f"{type(error).__name__}: {error}"[:600]
+    return checks
+
+
+def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The processes' findings as one, by configuration."""
+    from vllm_ext.benchmarks.request_mixes import Comparison
+
+    merged: dict[str, Any] = {}
+    for name in CONFIGURATIONS:
+        found = [part["configurations"][name] for part in parts if name in part.get("configurations", {})]
+        if not found:
+            continue
+        comparison = Comparison(
+            [errors for part in found for errors in part["state_errors"]],
+            [gap for part in found for gap in part["log_prob_gaps"]],
+            sum(part["tokens"] for part in found),
+            sum(part["diverged"] for part in found),
+            [failure for part in found for failure in part["failures"]],
+        )
+        situations = {key: sum(part["situations"][key] for part in found) for key in found[0]["situations"]}
+        merged[name] = {"mixes": sum(part["mixes"] for part in found), "situations": situations, **comparison.summary()}
+    return merged
+
+
+def judge(parts: list[dict[str, Any]], merged: dict[str, Any]) -> bool:
+    """Whether something ran, everything agreed, wrong kernels were noticed and refusals ended as they should."""
+    checks = [check for part in parts for check in part.get("checks", {}).values()]
+    return (
+        all("failed" not in part and not part["errors"] for part in parts)
+        and bool(merged)
+        and all(entry["mixes"] and not entry["failures"] for entry in merged.values())
+        and bool(checks)
+        and all(check.get("refusal") == [] for check in checks)
+        and all("noticed" in check and all(check["noticed"].values()) for check in checks)
+    )
+
+
+def run_kinds(kinds: list[str], args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Every process of every kind at once; their findings by kind."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from tiny_models import write_tiny_model
+
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+        "OMP_NUM_THREADS": "2",
+    }
+    started = []
+    for kind in kinds:
+        model = str(write_tiny_model(kind, folder / kind))
+        for index in range(args.processes):
+            name = f"{kind}-{index}"
+            child_args = [kind, model, index, args.processes, args.mixes, args.seconds, folder / f"{name}.json"]
+            with (folder / f"{name}.log").open("w") as log:
+                process = subprocess.Popen(
+                    [sys.executable, __file__, "--child", *map(str, child_args)],
+                    env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            started.append((kind, name, process))
+    limit = time.monotonic() + args.seconds + 10
+    results: dict[str, Any] = {}
+    parts: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
+    for kind, name, process in started:
+        try:
+            process.wait(max(1.0, limit - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        text = (folder / f"{name}.log").read_text(errors="replace")
+        file = folder / f"{name}.json"
+        part = json.loads(file.read_text()) if file.exists() else {"failed": text[-1500:]}
+        part["served"] = sorted({line.split("] ")[-1] for line in text.splitlines() if "prefill by vllm_ext" in line})
+        parts[kind].append(part)
+        print(f"{name}: {'failed' if 'failed' in part else 'done'}", flush=True)
+        if "Traceback" in text:
+            last = text.rindex("Traceback")
+            print(f"{name}: its last traceback:\n{text[last : last + 6000][-1500:]}", file=sys.stderr, flush=True)
+    for kind in kinds:
+        merged = merge(parts[kind])
+        results[kind] = {
+            "ok": judge(parts[kind], merged),
+            "mixes": sum(entry["mixes"] for entry in merged.values()),
+            "configurations": merged,
+            "served": parts[kind][0]["served"],
+            "checks": [part.get("checks") for part in parts[kind]],
+            "errors": [part.get("failed") or part.get("errors") for part in parts[kind]],
+            "not_run": {name: why for (unsupported, name), why in UNSUPPORTED.items() if unsupported == kind},
+            "finished": [part.get("finished", False) for part in parts[kind]],
+            "seconds": [part.get("seconds") for part in parts[kind]],
+            "bad": [entry for part in parts[kind] for entry in part.get("bad", [])][:5],
+        }
+    return results
+
+
+def machine() -> dict[str, str]:
+    """What the check ran on."""
+    import torch
+    import vllm
+
+    return {
+        "gpu": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "vllm": vllm.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": os.environ.get("VLLM_EXT_COMMIT", ""),
+    }
+
+
+def main() -> int:
+    """Command line; see the module."""
+    if sys.argv[1:2] == ["--child"]:
+        kind, model, first, step, mixes, seconds, result = sys.argv[2:]
+        skip_autotuning()
+        from vllm_ext.plugin import register
+
+        register()
+        Child(kind, model, range(int(first), int(mixes), int(step)), float(seconds), Path(result)).run()
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", action="append", choices=KINDS, help="one kind of model only; may be repeated")
+    parser.add_argument("--mixes", type=int, default=200, help="of each kind and configuration (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=150, help="for all of it (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=3, help="of each kind (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="also write the result, with the machine's description, here")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        results = run_kinds(args.kind or list(KINDS), args, Path(folder))
+    if args.out:
+        args.out.write_text(
+            json.dumps({"kinds": results, "tolerance": TOLERANCE, "machine": machine()}, indent=1) + "\n"
+        )
+    print(json.dumps(results, indent=1))
+    return 0 if all(result["ok"] for result in results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

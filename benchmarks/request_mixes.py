@@ -1,0 +1,467 @@
+"""Random mixes of requests through two engines of real vLLM that differ only in the linear-attention prefill.
+
+A mix is drawn by whoever can draw whole numbers (a property-based test, a seeded generator): prompts of 1 token, of
+1 + num_spec, around 1 to 3 blocks and between, some beginning alike, arriving at different steps, under a token budget
+that cuts them, with requests preempted or aborted in the middle. Both engines run it step by step in this process.
+After every step the recurrent state of every request that computed something is read from its slot in the cache, so
+states are compared at every boundary of a chunk and of a block, not only at the end.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+Integer = Callable[[int, int], int]
+"""integer(low, high): a whole number in [low, high]."""
+
+
+@dataclass(frozen=True)
+class MixRequest:
+    """prompt_token_ids; how many tokens to generate; the steps at which it arrives and, if ever, is aborted."""
+
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    arrival: int
+    abort: int | None = None
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Requests under a token budget a step; at each step of `preempt` the request that came last is preempted."""
+
+    requests: tuple[MixRequest, ...]
+    budget: int
+    preempt: tuple[int, ...] = ()
+
+    def describe(self) -> dict[str, Any]:
+        """The mix without its tokens."""
+        requests = [{**asdict(r), "prompt_token_ids": len(r.prompt_token_ids)} for r in self.requests]
+        return {"budget": self.budget, "preempt": list(self.preempt), "requests": requests}
+
+
+@dataclass
+class Answer:
+    """What a request came to. margins: gap between the best two log-probabilities of each token, in nats.
+
+    states: by (tokens generated, tokens computed) after a step, [layers] of a recurrent state in FP32.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    cached_tokens: int = 0
+    states: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
+
+
+def draw_mix(
+    integer: Integer,
+    *,
+    block: int,
+    num_spec: int = 0,
+    least_budget: int = 8,
+    vocabulary: int = 256,
+    max_tokens: int = 6,
+) -> Mix:
+    """Draw a mix. block: tokens of a cache block (lengths go around 1 to 3 of them); least_budget: of a step."""
+    common = _tokens(integer, 2 * block, vocabulary)
+    requests = tuple(
+        _draw_request(integer, common, block, num_spec, vocabulary, max_tokens) for _ in range(integer(1, 5))
+    )
+    budgets = [least_budget, least_budget + 1, block, block + 1, 2 * block - 1, 4 * block, 16 * block]
+    budget = max(least_budget, budgets[integer(0, len(budgets) - 1)])
+    preempt = tuple(sorted({integer(1, 12) for _ in range(integer(0, 2))}))
+    return Mix(requests, budget, preempt)
+
+
+def _draw_request(
+    integer: Integer, common: tuple[int, ...], block: int, num_spec: int, vocabulary: int, max_tokens: int
+) -> MixRequest:
+    kind, shared = integer(0, 4), (0, block, 2 * block)[integer(0, 2)]
+    if kind == 0:
+        length = (1, 1 + num_spec, 1 + num_spec, 63, 64, 65)[integer(0, 5)]
+    elif kind == 1:
+        length = integer(2, 3 * block)
+    elif kind == 2:
+        length = shared + integer(1, block)
+    else:
+        length = integer(1, 3) * block + integer(-1, 1)
+    shared = min(shared, length)
+    tokens = common[:shared] + _tokens(integer, length - shared, vocabulary)
+    abort = integer(1, 10) if integer(0, 7) == 0 else None
+    return MixRequest(tokens, integer(1, max_tokens), integer(0, 9), abort)
+
+
+def _tokens(integer: Integer, count: int, vocabulary: int) -> tuple[int, ...]:
+    """Tokens of which every other sequence repeats itself, for proposers that look for repeats."""
+    source = random.Random(integer(0, 2**16))
+    period = source.choice((3, 7, max(count, 1)))
+    once = [source.randrange(vocabulary) for _ in range(period)]
+    return tuple(once[index % period] for index in range(count))
+
+
+class MixEngine:
+    """A vLLM engine that runs mixes step by step. Needs VLLM_ENABLE_V1_MULTIPROCESSING=0, and one worker for states."""
+
+    def __init__(self, llm: Any, *, read_states: bool = True) -> None:
+        self.engine = llm.llm_engine
+        core = self.engine.engine_core.engine_core
+        self.scheduler = core.scheduler
+        self.read_states = read_states
+        self.num_spec = getattr(self.scheduler, "num_spec_tokens", 0)
+        self.continuations: dict[tuple[int, ...], list[int]] = {}
+        if self.num_spec:
+            drafter = core.model_executor.driver_worker.worker.model_runner.drafter
+            drafter.batch_propose = self._propose
+        self.cache_mode = core.vllm_config.cache_config.mamba_cache_mode
+        self._layers = core.vllm_config.compilation_config.static_forward_context
+        self._answers: dict[str, Answer] = {}
+        self._count = 0
+        update = self.scheduler.update_from_output
+
+        def observed(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            # The step has run, and no block of it has been given back yet.
+            if self.read_states:
+                self._read_states(scheduler_output)
+            return update(scheduler_output, *args, **kwargs)
+
+        self.scheduler.update_from_output = observed
+
+    def _propose(self, num_requests: int, rows: list[int], lengths: Any, token_ids: Any, *_: Any) -> list[list[int]]:
+        """Drafts for a speculative engine: `continuations` (what the prompts are known to lead to), every third wrong.
+
+        Every row that may draft does: vLLM 0.23 and 0.32 lose track of the state's slot when a step has no draft.
+        """
+        drafts: list[list[int]] = [[] for _ in range(num_requests)]
+        for row in rows:
+            context = token_ids[row, : lengths[row]].tolist()
+            known = max(
+                (prompt for prompt in self.continuations if tuple(context[: len(prompt)]) == prompt),
+                key=len,
+                default=(),
+            )
+            ahead = (self.continuations.get(known, []) + [0] * (len(context) + self.num_spec))[
+                len(context) - len(known) :
+            ]
+            drafts[row] = [
+                (token + 1) % 256 if (len(context) + place) % 3 == 0 else token
+                for place, token in enumerate(ahead[: self.num_spec])
+            ]
+        return drafts
+
+    def mamba_block_size(self) -> int:
+        """Tokens a cache block of the linear-attention layers holds the state after."""
+        return next(spec.block_size for _, spec in self._mamba_groups())
+
+    def run(self, mix: Mix, *, known: list[Answer] | None = None, deadline: float | None = None) -> list[Answer]:
+        """The answer of each request of the mix, in its order.
+
+        known: answers of an engine without speculation, which a speculative one drafts from. Raises TimeoutError past
+        `deadline` (monotonic).
+        """
+        from vllm import SamplingParams
+
+        self.scheduler.reset_prefix_cache()
+        self.scheduler.max_num_scheduled_tokens = mix.budget
+        self._count += 1
+        names = [f"mix{self._count}-{index}" for index in range(len(mix.requests))]
+        self._answers = {name: Answer() for name in names}
+        self.continuations = {
+            request.prompt_token_ids: answer.tokens for request, answer in zip(mix.requests, known or (), strict=False)
+        }
+        step, last = 0, max(request.arrival for request in mix.requests)
+        while step <= last or self.engine.has_unfinished_requests():
+            for name, request in zip(names, mix.requests, strict=True):
+                if request.arrival == step:
+                    sampling = SamplingParams(
+                        temperature=0, max_tokens=request.max_tokens, ignore_eos=True, logprobs=2, detokenize=False
+                    )
+                    prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
+                    self.engine.add_request(name, prompt, sampling)
+                if request.abort == step and request.arrival < step:
+                    self.engine.abort_request([name])
+            if step in mix.preempt:
+                self._preempt_last()
+            if self.engine.has_unfinished_requests():
+                for output in self.engine.step():
+                    self._note(output)
+            step += 1
+            if step > 2000 or (deadline is not None and time.monotonic() > deadline):
+                raise TimeoutError(f"a mix is not done after {step} steps: {mix.describe()}")
+        return [self._answers[name] for name in names]
+
+    def _preempt_last(self) -> None:
+        if self.scheduler.running:
+            request = self.scheduler.running.pop()
+            self.scheduler._preempt_request(request, time.monotonic())
+            # A request that leaves and returns between two steps is new to the worker.
+            self.scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
+    def _note(self, output: Any) -> None:
+        answer, completion = self._answers[output.request_id], output.outputs[0]
+        answer.tokens = list(completion.token_ids)
+        answer.cached_tokens = output.num_cached_tokens or 0
+        answer.finish_reason, answer.stop_reason = completion.finish_reason, completion.stop_reason
+        best = [sorted((e.logprob for e in entry.values()), reverse=True) for entry in completion.logprobs or ()]
+        answer.log_probs = [values[0] for values in best]
+        answer.margins = [values[0] - values[1] for values in best]
+
+    def _mamba_groups(self) -> Iterable[tuple[int, Any]]:
+        for index, group in enumerate(self.scheduler.kv_cache_config.kv_cache_groups):
+            if hasattr(group.kv_cache_spec, "mamba_type"):
+                yield index, group.kv_cache_spec
+
+    def _read_states(self, scheduler_output: Any) -> None:
+        for internal, scheduled in scheduler_output.num_scheduled_tokens.items():
+            request = self.scheduler.requests.get(internal)
+            if request is None or request.is_finished():
+                continue
+            computed = request.num_computed_tokens
+            generated = request.num_output_tokens
+            # Where drafts are checked the state's slot depends on how many were accepted, which is known only later.
+            if self.num_spec and computed > request.num_prompt_tokens:
+                continue
+            name = self._name_of(internal)
+            if name is not None and scheduled:
+                self._answers[name].states[generated, computed] = self._states_of(internal, computed)
+
+    def _name_of(self, internal: str) -> str | None:
+        """The name a request was added under; vLLM may have made its own id unique by a suffix."""
+        if internal in self._answers:
+            return internal
+        return next((name for name in self._answers if internal.startswith(f"{name}-")), None)
+
+    def _states_of(self, internal: str, computed: int) -> list[torch.Tensor]:
+        blocks = self.scheduler.kv_cache_manager.get_block_ids(internal)
+        states = []
+        for index, spec in self._mamba_groups():
+            column = (computed - 1) // spec.block_size if self.cache_mode == "align" else 0
+            slot = blocks[index][column]
+            for name in self.scheduler.kv_cache_config.kv_cache_groups[index].layer_names:
+                states.append(self._layers[name].kv_cache[1][slot].float().cpu().clone())
+        return states
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What rounding may move: a state relative to its size (Frobenius), by layer; a log-probability in nats."""
+
+    states: tuple[float, ...]
+    log_prob: float
+
+
+@dataclass
+class Comparison:
+    """How far two engines' answers to mixes are apart; `failures` says what exceeds the tolerance."""
+
+    state_errors: list[list[float]] = field(default_factory=list)
+    log_prob_gaps: list[float] = field(default_factory=list)
+    tokens: int = 0
+    diverged: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, one: list[Answer], other: list[Answer], tolerance: Tolerance) -> None:
+        """Compare the answers to one mix: states and greedy tokens up to where a request's tokens part ways."""
+        for index, (a, b) in enumerate(zip(one, other, strict=True)):
+            common = next(
+                (i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y),
+                min(len(a.tokens), len(b.tokens)),
+            )
+            self._compare_tokens(f"request {index}", a, b, common, tolerance)
+            self._compare_states(f"request {index}", a, b, common, tolerance)
+
+    def _compare_tokens(self, name: str, a: Answer, b: Answer, common: int, tolerance: Tolerance) -> None:
+        gaps = [abs(x - y) for x, y in zip(a.log_probs[:common], b.log_probs[:common], strict=True)]
+        self.log_prob_gaps += gaps
+        self.tokens += common
+        if common < len(a.tokens) or common < len(b.tokens):
+            self.diverged += 1
+            # An abort is by step, so both must have come equally far.
+            if len(a.tokens) != len(b.tokens) and a.finish_reason == b.finish_reason:
+                self.failures.append(f"{name}: {len(a.tokens)} tokens against {len(b.tokens)}")
+            elif common < len(a.margins) and a.margins[common] > 2 * tolerance.log_prob:
+                self.failures.append(
+                    f"{name}: token {common} is {a.tokens[common]} against {b.tokens[common]}, "
+                    f"though the stock margin is {a.margins[common]:.3f}"
+                )
+        if a.finish_reason != b.finish_reason:
+            self.failures.append(f"{name}: {a.finish_reason} against {b.finish_reason} ({b.stop_reason})")
+
+    def _compare_states(self, name: str, a: Answer, b: Answer, common: int, tolerance: Tolerance) -> None:
+        for key in sorted(a.states.keys() & b.states.keys()):
+            if key[0] > common:
+                continue
+            errors = [relative_error(y, x) for x, y in zip(a.states[key], b.states[key], strict=True)]
+            self.state_errors.append(errors)
+            for layer, (error, limit) in enumerate(zip(errors, tolerance.states, strict=True)):
+                if not error <= limit:  # NaN too
+                    self.failures.append(
+                        f"{name}: state of linear layer {layer} after {key[1]} tokens ({key[0]} generated) is off by "
+                        f"{error:.2e}, allowed {limit:.0e}"
+                    )
+
+    def summary(self) -> dict[str, Any]:
+        """Counts, and the median, 99th percentile and largest of every error."""
+        layers = list(zip(*self.state_errors, strict=True))
+        return {
+            "states_compared": len(self.state_errors),
+            "state_errors_by_layer": [_spread(list(errors)) for errors in layers],
+            "tokens_compared": self.tokens,
+            "requests_whose_tokens_part": self.diverged,
+            "log_prob_gaps": _spread(self.log_prob_gaps),
+            "failures": len(self.failures),
+            "first_failures": self.failures[:5],
+        }
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Frobenius norm of the difference over that of `expected`; 0 where both are zero."""
+    size = float(expected.double().norm())
+    error = float((got.double() - expected.double()).norm())
+    return error / size if size else (0.0 if error == 0 else float("inf"))
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    ordered = sorted(values)
+    return {
+        "median": ordered[len(ordered) // 2],
+        "p99": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
+        "max": ordered[-1],
+    }
+
+
+def situations(mixes: Iterable[tuple[Mix, list[Answer]]], num_spec: int = 0) -> dict[str, int]:
+    """How often each serving situation came up, so that a run can show that it met them."""
+    counts = dict.fromkeys(
+        (
+            "requests",
+            "one_token",
+            "one_plus_num_spec",
+            "continued_chunks",
+            "prefix_hits",
+            "preempting_mixes",
+            "aborted",
+        ),
+        0,
+    )
+    for mix, answers in mixes:
+        counts["preempting_mixes"] += bool(mix.preempt)
+        for request, answer in zip(mix.requests, answers, strict=True):
+            length = len(request.prompt_token_ids)
+            counts["requests"] += 1
+            counts["one_token"] += length == 1
+            counts["one_plus_num_spec"] += bool(num_spec) and length == 1 + num_spec
+            counts["continued_chunks"] += sum(0 < computed < length for _, computed in answer.states)
+            counts["prefix_hits"] += answer.cached_tokens > 0
+            counts["aborted"] += answer.finish_reason is None
+    return counts
+
+
+@contextmanager
+def wrong_kernel(change: Callable[..., dict[str, Any]]) -> Iterator[None]:
+    """Within, every ha_npu prefill gets `change(**call)` in place of its operands: for checks that must notice."""
+    import vllm_ext.model_executor.linear_attention as module
+
+    right = {name: getattr(module, name) for name in ("chunk_gated_delta_rule", "chunk_kda")}
+
+    def changed(operator: Callable[..., Any]) -> Callable[..., Any]:
+        names = ("q", "k", "v", "g", "beta")
+        return lambda *args, **kwargs: operator(**change(**dict(zip(names, args, strict=False)), **kwargs))
+
+    for name, operator in right.items():
+        setattr(module, name, changed(operator))
+    try:
+        yield
+    finally:
+        for name, operator in right.items():
+            setattr(module, name, operator)
+
+
+REFUSED_LENGTH = 13
+
+
+def refuse(**call: Any) -> dict[str, Any]:
+    """A kernel that cannot do sequences of `REFUSED_LENGTH` tokens."""
+    lengths = call["cu_seqlens"].diff().tolist()
+    if REFUSED_LENGTH in lengths:
+        raise ValueError(f"refused for a check: sequences of {lengths} tokens, among them one of {REFUSED_LENGTH}")
+    return call
+
+
+def forget_initial_state(**call: Any) -> dict[str, Any]:
+    """A kernel that starts every chunk from nothing."""
+    return {**call, "initial_state": call["initial_state"].new_zeros(call["initial_state"].shape)}
+
+
+def swap_initial_states(**call: Any) -> dict[str, Any]:
+    """A kernel that takes each sequence's state from its neighbour."""
+    return {**call, "initial_state": call["initial_state"].roll(1, 0)}
+
+
+def wrong_kernels_noticed(stock: MixEngine, ours: MixEngine, tolerance: Tolerance) -> dict[str, int]:
+    """How many failures the comparison reports of each kernel that is wrong on purpose: none may be 0.
+
+    Two prompts whose chunks meet in one step, the first continued, the second new.
+    """
+    block = stock.mamba_block_size() if stock.cache_mode == "align" else 64
+    source = random.Random(5)
+    prompts = [tuple(source.randrange(256) for _ in range(2 * block + 10)) for _ in range(2)]
+    mix = Mix(tuple(MixRequest(prompt, 2, 0) for prompt in prompts), 2 * block)
+    right, noticed = stock.run(mix), {}
+    for change in (forget_initial_state, swap_initial_states):
+        comparison = Comparison()
+        with wrong_kernel(change):
+            comparison.add(right, ours.run(mix), tolerance)
+        noticed[change.__name__] = len(comparison.failures)
+    return noticed
+
+
+def refused_mix(engine: MixEngine) -> Mix:
+    """Requests of which the third has a chunk of `REFUSED_LENGTH` tokens, beside running ones.
+
+    With prefix caching that is what follows a block it shares with the last request, which comes later.
+    """
+    source = random.Random(7)
+    aligned = engine.cache_mode == "align"
+    block = engine.mamba_block_size() if aligned else 64
+    common = tuple(source.randrange(256) for _ in range(block)) if aligned else ()
+
+    def request(length: int, arrival: int, prefix: tuple[int, ...] = ()) -> MixRequest:
+        return MixRequest(prefix + tuple(source.randrange(256) for _ in range(length)), 4, arrival)
+
+    first = (request(20, 0), request(70, 1), request(REFUSED_LENGTH, 2, common))
+    return Mix((*first, request(5, 2), request(9, 6, common)), 16 * block)
+
+
+def judge_refusal(
+    right: list[Answer], answers: list[Answer], comparison: Comparison, tolerance: Tolerance
+) -> list[str]:
+    """What is wrong with the answers to `refused_mix`, given the right ones: only the third may fail, saying why."""
+    wrong = []
+    refused = answers[2]
+    if refused.finish_reason != "error" or "refused for a check" not in str(refused.stop_reason):
+        wrong.append(f"the refused request ended with {refused.finish_reason}: {refused.stop_reason}")
+    if "on_kernel_error" not in str(refused.stop_reason):
+        wrong.append(f"the message names no way out: {refused.stop_reason}")
+    comparison.add(right[:2] + right[3:], answers[:2] + answers[3:], tolerance)
+    return wrong + comparison.failures
+
+
+def check_refusal(engine: MixEngine, tolerance: Tolerance) -> list[str]:
+    """What is wrong with how a refused sequence ends: its request alone fails, says why, and leaves nothing behind."""
+    mix, comparison = refused_mix(engine), Comparison()
+    right = engine.run(mix)
+    with wrong_kernel(refuse):
+        answers = engine.run(mix)
+    comparison.add(right, engine.run(mix), tolerance)
+    return judge_refusal(right, answers, comparison, tolerance)

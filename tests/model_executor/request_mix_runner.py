@@ -1,0 +1,287 @@
+"""Random request mixes through real vLLM on the CPU, stock beside ha_npu; started by `test_linear_attention_mixes`.
+
+    python request_mix_runner.py gdn|kda RESULT.json EXAMPLES
+    python request_mix_runner.py tensor-parallel RESULT.json EXAMPLES
+
+RESULT holds what a property-based search found (the smallest mix that disagrees, if any), how far apart the engines
+were, which situations came up, and whether wrong kernels are noticed and refused sequences end as they should.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "examples"), str(Path(__file__).parent)]
+NUM_SPEC = 2
+BLOCK = 64  # lengths go around multiples of it where the cache has no smaller block
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_attention_heads": 2,
+    "num_experts": 4,
+    "moe_intermediate_size": 64,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gdn": (
+        "qwen3-next",
+        {
+            **SIZES,
+            "head_dim": 128,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
+    # Every layer linear: vLLM's MLA does not run on a CPU.
+    "kda": ("kimi-linear", {**SIZES, "num_hidden_layers": 3, "num_key_value_heads": 2, "intermediate_size": 128}),
+}
+KDA_LAYERS = {"kda_layers": [1, 2, 3], "full_attn_layers": [], "num_heads": 2, "head_dim": 64}
+OPTIONS: dict[str, Any] = {
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 2048,
+    "async_scheduling": False,
+}
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "plain": {"enable_prefix_caching": False},
+    "prefix": {"enable_prefix_caching": True},
+    "speculative": {
+        "enable_prefix_caching": False,
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": NUM_SPEC,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        },
+    },
+}
+# The first layer sees equal inputs in both engines: its state is held to what the kernels round (vLLM's GDN multiplies
+# in BF16; its KDA is stood in for by the FP64 definition). Behind it inputs differ by rounding, and an expert's tie can
+# make much of that. A state that is another request's, or stale, is off by 1 or more.
+STATE_TOLERANCES = {"gdn": (1e-2, 0.3, 0.3), "kda": (2e-6, 0.1, 0.1)}
+LOG_PROB_TOLERANCE = 0.1
+
+
+def write_model(kind: str, folder: Path, lower_bound: float | None = None, **changes: int) -> str:
+    """The tiny checkpoint of a kind with `changes`; lower_bound: of the KDA gate, which makes it the safe one."""
+    from tiny_models import write_tiny_model
+
+    name, overrides = MODELS[kind]
+    if kind == "kda":
+        bound = {} if lower_bound is None else {"gate_lower_bound": lower_bound}
+        overrides = {**overrides, "linear_attn_config": {**KDA_LAYERS, "short_conv_kernel_size": 4, **bound}}
+    return str(write_tiny_model(name, folder / f"{kind}{lower_bound}", **{**overrides, **changes}))
+
+
+def mend_vllm() -> None:
+    """Two faults of vLLM 0.32's CPU build that both engines would trip over.
+
+    Its second search for Triton kernels to replace stumbles over what other packages have loaded meanwhile; and its
+    decode refuses the slot of a request that decodes alone under speculation, as a column of the block table.
+    """
+    import vllm._custom_ops as ops
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.register_triton_kernel_overrides()
+    CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
+    decode = ops.fused_sigmoid_gating_delta_rule_update_cpu
+
+    def decode_with_dense_slots(*, initial_state_indices: Any, **kwargs: Any) -> Any:
+        slots = initial_state_indices.new_tensor(initial_state_indices.tolist())
+        return decode(initial_state_indices=slots, **kwargs)
+
+    ops.fused_sigmoid_gating_delta_rule_update_cpu = decode_with_dense_slots
+
+
+def start(model: str, **options: Any) -> Any:
+    """An engine that runs mixes."""
+    from vllm import LLM
+    from vllm_ext.benchmarks.request_mixes import MixEngine
+
+    read_states = options.get("tensor_parallel_size", 1) == 1
+    return MixEngine(LLM(model=model, **{**OPTIONS, **options}), read_states=read_states)
+
+
+class Mixes:
+    """The pairs of engines of one kind of model, and what comparing them has found so far."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        from vllm_ext.benchmarks import request_mixes as rm
+
+        self.tolerance = rm.Tolerance(STATE_TOLERANCES[kind], LOG_PROB_TOLERANCE)
+        self.comparisons = {name: rm.Comparison() for name in CONFIGURATIONS}
+        self.seen: dict[str, list[Any]] = {name: [] for name in CONFIGURATIONS}
+        self.model = write_model(kind, folder)
+        safe = write_model(kind, folder, lower_bound=-5.0) if kind == "kda" else self.model
+        models = {"plain": self.model, "prefix": safe, "speculative": self.model}
+        self.pairs = {
+            name: (start(models[name], **options), start(models[name], attention_backend="ha_npu", **options))
+            for name, options in CONFIGURATIONS.items()
+        }
+
+    def draw(self, name: str, integer: Any) -> Any:
+        """A mix for the configuration: with prefix caching vLLM cuts at blocks, so a step must hold one."""
+        from vllm_ext.benchmarks.request_mixes import draw_mix
+
+        stock = self.pairs[name][0]
+        aligned = stock.cache_mode == "align"
+        block = stock.mamba_block_size() if aligned else BLOCK
+        # 16: five requests and their drafts, none of which vLLM may cut away (see `MixEngine._propose`).
+        least = block if aligned else 16 if stock.num_spec else 8
+        return draw_mix(integer, block=block, num_spec=stock.num_spec, least_budget=least)
+
+    def compare(self, name: str, mix: Any) -> list[str]:
+        """What is wrong with the mix's answers."""
+        from vllm_ext.benchmarks.request_mixes import Comparison
+
+        stock, ours = self.pairs[name]
+        known = self.pairs["plain"][0].run(mix) if stock.num_spec else None
+        one, other = stock.run(mix, known=known), ours.run(mix, known=known)
+        self.seen[name].append((mix, other))
+        self.comparisons[name].add(one, other, self.tolerance)
+        found = Comparison()
+        found.add(one, other, self.tolerance)
+        return found.failures
+
+
+def search(mixes: Mixes, name: str, examples: int) -> str | None:
+    """Draw `examples` mixes for a configuration; the smallest one that disagrees, in words, or None."""
+    from hypothesis import HealthCheck, Phase, given, settings
+    from hypothesis import strategies as st
+
+    smallest: list[str] = []
+
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+    )
+    @given(st.data())
+    def agree(data: Any) -> None:
+        mix = mixes.draw(name, lambda low, high: data.draw(st.integers(low, high)))
+        wrong = mixes.compare(name, mix)
+        if wrong:
+            smallest[:] = [f"{mix.describe()}: {'; '.join(wrong)}"]
+        assert not wrong
+
+    try:
+        agree()
+    except AssertionError:
+        return smallest[0]
+    return None
+
+
+def refusals(mixes: Mixes) -> dict[str, list[str]]:
+    """What is wrong with how refused sequences end, by configuration, and with a fallback asked for."""
+    from vllm_ext.benchmarks import request_mixes as rm
+
+    wrong = {name: rm.check_refusal(mixes.pairs[name][1], mixes.tolerance) for name in ("plain", "prefix")}
+    fallback = start(
+        mixes.model,
+        attention_backend="ha_npu",
+        additional_config={"vllm_ext": {"on_kernel_error": "fallback"}},
+        **CONFIGURATIONS["plain"],
+    )
+    mix, comparison = rm.refused_mix(fallback), rm.Comparison()
+    with rm.wrong_kernel(rm.refuse):
+        comparison.add(mixes.pairs["plain"][0].run(mix), fallback.run(mix), mixes.tolerance)
+    wrong["fallback"] = comparison.failures
+    return wrong
+
+
+def one_kind(kind: str, folder: Path, examples: int) -> dict[str, Any]:
+    """Everything about one kind of model."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    mend_vllm()
+    if kind == "kda":
+        import kda_on_cpu
+
+        kda_on_cpu.install()
+    from vllm_ext.benchmarks.request_mixes import situations, wrong_kernels_noticed
+
+    began = time.monotonic()
+    mixes = Mixes(kind, folder)
+    shares = [
+        examples // len(CONFIGURATIONS) + (n < examples % len(CONFIGURATIONS)) for n in range(len(CONFIGURATIONS))
+    ]
+    disagreements = {name: search(mixes, name, share) for name, share in zip(CONFIGURATIONS, shares, strict=True)}
+    return {
+        "disagreements": {name: found for name, found in disagreements.items() if found},
+        "configurations": {
+            name: {
+                "mixes": len(mixes.seen[name]),
+                "situations": situations(mixes.seen[name], NUM_SPEC if name == "speculative" else 0),
+                **mixes.comparisons[name].summary(),
+            }
+            for name in CONFIGURATIONS
+        },
+        "tolerances": {"states_by_layer": STATE_TOLERANCES[kind], "log_prob": LOG_PROB_TOLERANCE},
+        "noticed": wrong_kernels_noticed(*mixes.pairs["plain"], mixes.tolerance),
+        "refusals": refusals(mixes),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def refuse_in_worker(worker: Any) -> None:
+    """Make a worker's kernel refuse sequences of `REFUSED_LENGTH` tokens from now on."""
+    from vllm_ext.benchmarks import request_mixes as rm
+
+    rm.wrong_kernel(rm.refuse).__enter__()
+
+
+def tensor_parallel(folder: Path, examples: int) -> dict[str, Any]:
+    """Two ranks, with prefix caching: tokens of stock and ha_npu, one engine after the other, and a refusal at last."""
+    from vllm_ext.benchmarks import request_mixes as rm
+
+    tolerance = rm.Tolerance((), LOG_PROB_TOLERANCE)
+    model = write_model("gdn", folder, linear_num_key_heads=2, linear_num_value_heads=4)
+    options = {**CONFIGURATIONS["prefix"], "tensor_parallel_size": 2}
+    answers: dict[str, list[Any]] = {}
+    refused: list[str] = []
+    for name, flag in (("stock", {}), ("ha_npu", {"attention_backend": "ha_npu"})):
+        engine = start(model, **options, **flag)
+        block = engine.mamba_block_size()
+        drawn = [rm.draw_mix(random.Random(seed).randint, block=block, least_budget=block) for seed in range(examples)]
+        answers[name] = [engine.run(mix) for mix in drawn]
+        if name == "ha_npu":
+            mix, wrong = rm.refused_mix(engine), rm.Comparison()
+            right = engine.run(mix)
+            engine.engine.collective_rpc(refuse_in_worker)
+            refused = rm.judge_refusal(right, engine.run(mix), wrong, tolerance)
+        engine.engine.engine_core.shutdown()
+    comparison = rm.Comparison()
+    for one, other in zip(answers["stock"], answers["ha_npu"], strict=True):
+        comparison.add(one, other, tolerance)
+    seen = list(zip(drawn, answers["ha_npu"], strict=True))
+    return {
+        "mixes": examples,
+        "situations": rm.situations(seen),
+        **comparison.summary(),
+        "refused": refused,
+    }
+
+
+def main(kind: str, result: str, examples: str) -> None:
+    """See the module."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = tensor_parallel if kind == "tensor-parallel" else None
+        found = run(Path(folder), int(examples)) if run else one_kind(kind, Path(folder), int(examples))
+    Path(result).write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,164 @@
+"""How a refused sequence finds its request: rows of a batch, a step's output, the scheduler's books."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from vllm_ext.model_executor import linear_attention_failures as failures
+from vllm_ext.model_executor import linear_attention_prefill as prefill_module
+from vllm_ext.model_executor.linear_attention import GatedDeltaRulePrefill
+from vllm_ext.model_executor.linear_attention_prefill import LayerPrefill
+from vllm_ext.ops.linear_attention.sample import sample_operands, sample_state
+
+
+def metadata(lengths, num_decodes, spec=None):
+    """What vLLM's builder leaves of a batch: offsets of the rows that are not speculative, and the mask of those."""
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    mask = None if spec is None else torch.tensor(spec)
+    return types.SimpleNamespace(non_spec_query_start_loc=bounds, num_decodes=num_decodes, spec_sequence_masks=mask)
+
+
+@pytest.mark.parametrize(
+    ("batch", "sequences", "rows"),
+    [
+        (metadata([5, 6], 0), 2, [0, 1]),  # prefills alone
+        (metadata([1, 1, 5, 6], 2), 2, [2, 3]),  # decodes split off in front
+        (metadata([1, 1, 5, 6], 2), 4, [0, 1, 2, 3]),  # a layer whose kernel takes the decodes along
+        (metadata([1, 5, 0, 0], 1), 1, [1]),  # rows of padding behind
+        (metadata([5, 1], 0, [True, False, True, False]), 2, [1, 3]),  # drafts under check left out
+    ],
+)
+def test_rows_of_a_call_follow_from_the_metadata(batch, sequences, rows):
+    assert failures.rows_of_call(batch, sequences) == rows
+
+
+def test_a_call_that_the_metadata_does_not_explain_has_no_rows():
+    assert failures.rows_of_call(metadata([5], 0), 3) is None
+    assert failures.rows_of_call(types.SimpleNamespace(), 1) is None
+
+
+@pytest.fixture
+def call():
+    operands = sample_operands("gdn", 1, 200, 2, 4, 32, 32)
+    bounds = torch.tensor([0, 70, 70, 71, 200], dtype=torch.int32)
+    return {**operands, "initial_state": sample_state(4, 4, 32, 32), "output_final_state": True, "cu_seqlens": bounds}
+
+
+def refusing(length):
+    """The operator, except that it takes no call with a sequence of this length."""
+    right = prefill_module.chunk_gated_delta_rule
+
+    def operator(**call):
+        if length in call["cu_seqlens"].diff().tolist():
+            raise ValueError("refused for a test")
+        return right(**call)
+
+    return operator
+
+
+def must_not_run(**kwargs):
+    raise AssertionError("vLLM's kernel was called")
+
+
+def test_sequences_beside_a_refused_one_are_answered_as_ever(call, monkeypatch):
+    op = GatedDeltaRulePrefill(LayerPrefill("model.layers.4", "gdn"), must_not_run)
+    o, state = op(**call)
+    monkeypatch.setattr("vllm_ext.model_executor.linear_attention.chunk_gated_delta_rule", refusing(70))
+    monkeypatch.setattr(prefill_module, "rows_in_this_step", lambda layer, sequences: [3, 4, 5, 6])
+    failures.STEP.take()
+    contained, contained_state = op(**call)
+    failed = failures.STEP.take()
+    assert list(failed) == [3]
+    for part in ("model.layers.4", "gated delta rule", "refused for a test", "on_kernel_error"):
+        assert part in failed[3]
+    assert bool((contained[:, :70] == 0).all())
+    torch.testing.assert_close(contained[:, 70:], o[:, 70:])
+    torch.testing.assert_close(contained_state[1:], state[1:])
+    torch.testing.assert_close(contained_state[1], call["initial_state"][1])  # an empty sequence keeps its state
+
+
+def test_a_call_nobody_can_report_is_an_error(call, monkeypatch):
+    """Outside a step, or on a pipeline stage whose output is not read: going on would answer wrongly in silence."""
+    monkeypatch.setattr("vllm_ext.model_executor.linear_attention.chunk_gated_delta_rule", refusing(70))
+    monkeypatch.setattr(prefill_module, "rows_in_this_step", lambda layer, sequences: None)
+    with pytest.raises(RuntimeError, match=r"model.layers.4.*refused for a test"):
+        GatedDeltaRulePrefill(LayerPrefill("model.layers.4", "gdn"), must_not_run)(**call)
+
+
+@pytest.mark.parametrize(
+    ("error", "reporting", "fatal"),
+    [
+        (ValueError("a shape"), False, False),
+        (torch.OutOfMemoryError("on this rank"), True, False),
+        (torch.OutOfMemoryError("on this rank"), False, True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), True, True),
+    ],
+)
+def test_only_a_lost_device_or_what_one_rank_alone_knows_ends_the_engine(error, reporting, fatal, monkeypatch):
+    monkeypatch.setattr(prefill_module, "is_reporting_rank", lambda: reporting)
+    assert prefill_module._is_fatal(error) is fatal
+
+
+class Output:
+    def __init__(self, req_ids):
+        self.req_ids = req_ids
+
+
+def worker_class(run):
+    """A vLLM-like worker whose step calls `run` and answers at once, or through `sample_tokens`."""
+
+    class Worker:
+        def execute_model(self, output):
+            run()
+            return output
+
+        def sample_tokens(self, output):
+            return output
+
+    failures.hook_worker(types.SimpleNamespace(Worker=Worker))
+    return Worker()
+
+
+def test_a_step_sends_what_failed_by_request_without_touching_vllms_shared_output():
+    shared = Output(["a", "b", "c"])
+    worker = worker_class(lambda: failures.STEP.add(1, "why"))
+    sent = worker.execute_model(shared)
+    assert getattr(sent, failures._ATTRIBUTE) == {"b": "why"}
+    assert not hasattr(shared, failures._ATTRIBUTE)
+    assert worker_class(lambda: None).execute_model(shared) is shared
+
+
+def test_a_step_that_is_sampled_apart_sends_its_failures_then():
+    worker = worker_class(lambda: failures.STEP.add(0, "why"))
+    assert worker.execute_model(None) is None
+    assert getattr(worker.sample_tokens(Output(["a"])), failures._ATTRIBUTE) == {"a": "why"}
+
+
+def test_an_output_still_on_its_way_brings_its_failures_along():
+    class Later:
+        def get_output(self):
+            return Output(["a", "b"])
+
+    worker = worker_class(lambda: failures.STEP.add(1, "why"))
+    assert getattr(worker.execute_model(Later()).get_output(), failures._ATTRIBUTE) == {"b": "why"}
+
+
+def test_blocks_a_failed_request_began_to_fill_are_found_by_what_was_computed_before():
+    spec = types.SimpleNamespace(block_size=16)
+    manager = types.SimpleNamespace(
+        block_pool=types.SimpleNamespace(null_block=types.SimpleNamespace(block_id=0)),
+        get_block_ids=lambda request_id: ([3, 4, 5], [0, 0, 7]),
+    )
+    scheduler = types.SimpleNamespace(
+        requests={"a": types.SimpleNamespace(is_finished=lambda: False)},
+        kv_cache_manager=manager,
+        kv_cache_config=types.SimpleNamespace(kv_cache_groups=[types.SimpleNamespace(kv_cache_spec=spec)] * 2),
+    )
+    written = failures._blocks_written(scheduler, "a", 16)
+    assert written == [(0, {4, 5}), (1, {7})]
+    assert failures._holds_any(([3], [7]), written)
+    assert not failures._holds_any(([3, 7], [0]), written), "block numbers of two groups are not the same block"
+    assert failures._blocks_written(scheduler, "gone", 16) == []

@@ -1,0 +1,80 @@
+"""One flag, every device: the planner's tiers on ten matrix cores and on 132 multiprocessors."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from vllm_ext.ha_npu import make_plan
+from vllm_ext.ha_npu.mapping import CHUNKS, COLUMNS, WHOLE
+from vllm_ext.model_executor import linear_attention_mapping as mapping
+from vllm_ext.ops.linear_attention.problem import Problem
+
+
+def problem(device, **changes):
+    sizes = {"num_heads": 16, "num_value_heads": 16, "key_dim": 128, "value_dim": 128, **changes}
+    return Problem(
+        op="gdn",
+        batch=1,
+        num_tokens=0,
+        **sizes,
+        num_sequences=0,
+        varlen=True,
+        dtype=torch.bfloat16,
+        state_dtype=torch.float32,
+        device=torch.device(device),
+    )
+
+
+def test_the_paper_s_sixteen_heads_on_ten_npu_cores():
+    """Section 4: ten heads whole, five cut in two by columns, the last chunk by chunk."""
+    chip = mapping.npu_chip("Ascend310P1")
+    assert chip is not None
+    tiers = mapping.head_mapping("gdn", chip.chip.name, chip.chip.cores, 16, 128, (2048,)).tiers
+    assert [len(tiers[tier]) for tier in (WHOLE, COLUMNS, CHUNKS)] == [10, 5, 1]
+    assert tiers == make_plan("gdn", chip="310p1", num_heads=16, num_tokens=2048).mapping.tiers
+
+
+@pytest.mark.parametrize("cores", [132, 108, 80])
+def test_a_gpu_is_mapped_with_the_multiprocessors_it_reports(cores):
+    chip = mapping.gpu_chip("some GPU", cores).chip
+    assert chip.cores == cores
+    result = mapping.head_mapping("kda", chip.name, cores, 32, 128, (4096,))
+    assert result.cores == cores
+    assert {piece.core for piece in result.pieces} <= set(range(cores))
+    assert result.makespan < result.head_only_makespan, "32 heads leave most cores idle unless they are cut"
+    many = mapping.head_mapping("kda", chip.name, cores, cores, 128, (4096,))
+    assert len(many.tiers[WHOLE]) == cores
+
+
+def test_an_unknown_npu_is_not_guessed():
+    assert mapping.npu_chip("Ascend9999") is None
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    properties = types.SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
+def test_description_names_device_cores_and_tiers(h200):
+    text = mapping.describe_mapping(problem("cuda", num_value_heads=32), 2048, "cpu")
+    assert text.startswith("NVIDIA H200, 132 cores: one prompt of 2048 tokens: of the heads 32 by columns")
+    assert "idle" in text
+
+
+def test_description_of_a_kernel_with_a_plan_of_its_own_says_what_that_does(h200):
+    pytest.importorskip("triton")
+    text = mapping.describe_mapping(problem("cuda", num_value_heads=32), 2048, "triton")
+    assert "32 heads in 2 parts by columns of the state; the planner's model: of the heads 32 by columns" in text
+    assert "in segments of" in mapping.describe_mapping(problem("cuda", num_value_heads=4), 32768, "triton")
+
+
+def test_description_says_what_is_not_mapped(h200):
+    assert "no cores to schedule" in mapping.describe_mapping(problem("cpu"), 2048, "cpu")
+    assert "128 x 256" in mapping.describe_mapping(problem("cuda", value_dim=256), 2048, "cpu")
+    assert "multiple of 16, and this is 40 x 40" in mapping.describe_mapping(
+        problem("cuda", key_dim=40, value_dim=40), 2048, "cpu"
+    )
