@@ -89,8 +89,8 @@ def packing(folder: Path, device: str, shards: int, experts: int, jobs: int) -> 
     for shard in range(shards):
         name = f"model-{shard:05d}.safetensors"
         tensors = {
-            f"layers.{shard}.experts.gate_up_proj": (torch.randn(experts, rows, columns) * 0.02).bfloat16(),
-            f"layers.{shard}.experts.down_proj": (torch.randn(experts, columns, rows // 2) * 0.02).bfloat16(),
+            f"layers.{shard}.experts.{part}_proj": (torch.randn(experts, *shape, device=device) * 0.02).bfloat16().cpu()
+            for part, shape in (("gate_up", (rows, columns)), ("down", (columns, rows // 2)))
         }
         weight_map.update(dict.fromkeys(tensors, name))
         save_file(tensors, source / name)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ext.quantization import QuantizedWeight, pack_nibbles, quantize_weight, unpack_nibbles
+from vllm_ext.quantization import QuantizedWeight, fit, pack_nibbles, quantize_weight, unpack_nibbles
 
 KINDS = [("float", False), ("int", False), ("int", True)]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -241,6 +241,20 @@ def test_more_rows_than_a_block_and_strided_input_are_the_same():
     assert torch.equal(whole.packed[2990:], tail.packed)
     strided = quantize_weight(weight.t().contiguous().t(), 32)
     assert torch.equal(strided.packed, whole.packed)
+
+
+@pytest.mark.parametrize(("zero_point", "symmetric"), KINDS)
+def test_the_form_for_gpus_finds_the_same_codes(zero_point, symmetric, monkeypatch):
+    """Codes are counted in FP32 there. Groups whose gain lies within rounding may keep the other of two fits."""
+    weight = weights(64, 256)
+    here = quantize_weight(weight, 64, zero_point=zero_point, symmetric=symmetric)
+    monkeypatch.setattr(fit, "search_codes", fit.round_codes)
+    there = quantize_weight(weight, 64, zero_point=zero_point, symmetric=symmetric)
+    same = (unpack_nibbles(here.packed, 256) == unpack_nibbles(there.packed, 256)).float().mean()
+    assert same > 0.99
+    torch.testing.assert_close(
+        error(here, weight).square().sum(), error(there, weight).square().sum(), rtol=1e-3, atol=0.0
+    )
 
 
 def test_no_experts_on_this_rank_gives_an_empty_weight():

@@ -77,8 +77,15 @@ def steps(groups: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 
 def round_codes(values: torch.Tensor) -> torch.Tensor:
-    """Codes uint8 nearest to `values`."""
-    return values.round().clamp_(0, TOP).to(torch.uint8)
+    """Codes nearest to `values`, FP32."""
+    return values.round().clamp_(0, TOP)
+
+
+def search_codes(values: torch.Tensor) -> torch.Tensor:
+    """Codes to take moments of: bytes where a core's cache bounds the search, FP32 on a GPU, where reductions over bytes
+    take more than twice as long and each conversion is one more pass over memory."""
+    codes = round_codes(values)
+    return codes.to(torch.uint8) if values.device.type == "cpu" else codes
 
 
 @dataclass(frozen=True)
@@ -94,9 +101,12 @@ class Moments:
 
     @classmethod
     def of(cls, t: torch.Tensor, t_sum: torch.Tensor, t_square: torch.Tensor, codes: torch.Tensor) -> Moments:
-        """The moments of `codes` uint8 [R, G, g] and `t` FP32 [R, G, g]; `t_sum` and `t_square` are t's own."""
-        # 15 * 15 fits in uint8, so the squares are summed without a wider copy.
-        squares = (codes * codes).sum(-1, dtype=torch.float32)
+        """The moments of `codes`, uint8 or FP32 [R, G, g], and `t` FP32 [R, G, g]; `t_sum` and `t_square` are t's."""
+        if codes.dtype == torch.uint8:
+            # 15 * 15 fits in uint8, so the squares are summed without a wider copy.
+            squares = (codes * codes).sum(-1, dtype=torch.float32)
+        else:
+            squares = torch.linalg.vector_norm(codes, dim=-1).square()
         return cls(t.shape[-1], t_sum, t_square, codes.sum(-1, dtype=torch.float32), squares, (t * codes).sum(-1))
 
     def excess(self, reference: Grid, grid: Grid) -> torch.Tensor:
@@ -148,20 +158,20 @@ def fit(
     """
     plain = constant_grid(low, high, minmax_grid(low, high, kind, store), kind, store)
     t = steps(groups, plain)
-    codes = round_codes(t)
     if method == "minmax":
-        return codes, plain
+        return round_codes(t).to(torch.uint8), plain
+    codes = search_codes(t)
     t_sum = t.sum(-1)
     t_square = torch.linalg.vector_norm(t, dim=-1).square()
     first = Moments.of(t, t_sum, t_square, codes)
     grid = narrowed(first, plain, refit(first, plain, plain.zero, kind, store), kind, store)
     ratio = plain.scale / grid.scale
     shift = grid.zero - plain.zero * ratio
-    found = round_codes(torch.addcmul(shift[..., None], t, ratio[..., None]))
+    found = search_codes(torch.addcmul(shift[..., None], t, ratio[..., None]))
     last = Moments.of(t, t_sum, t_square, found)
     grid = refit(last, plain, grid.zero, kind, store)
     # The sums are FP32 and cancel: a gain within their rounding is none.
     better = last.excess(plain, grid) < first.excess(plain, plain) - ROUNDING * t_square
-    codes = torch.where(better[..., None], found, codes)
+    codes = torch.where(better[..., None], found, codes).to(torch.uint8)
     kept = recentre(first, plain, plain, store).zero if kind == "float" else plain.zero
     return codes, Grid(torch.where(better, grid.scale, plain.scale), torch.where(better, grid.zero, kept))
