@@ -18,6 +18,7 @@ from vllm_ext.benchmarks.registry import Benchmark, CheckFailed
 
 from vllm_ext.ops.fused import (
     activation_and_mul,
+    add_rms_norm,
     confidence_argmax,
     norm_chain,
     norm_rope_heads,
@@ -78,7 +79,7 @@ def cases(device: torch.device, small: bool = False) -> list[Case]:
         total = x + residual
         return _norm(total, w), total
 
-    found.append(Case("RMSNorm of a sum", lambda: rms_norm(x, w, residual=residual), add_norm,
+    found.append(Case("RMSNorm of a sum", lambda: add_rms_norm(x, residual, w), add_norm,
                       lambda out: _relative(out[0], reference.rms_norm(x + residual, w, 1e-6)), 4 * row))  # fmt: skip
 
     def chain() -> tuple[torch.Tensor, ...]:

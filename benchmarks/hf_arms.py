@@ -68,10 +68,7 @@ class Switch:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.original = find_experts(model)
-        self.parameters = {
-            name: [(owner, key, owner._parameters[key]) for owner, key in weight_parameters(module)]
-            for name, module in self.original.items()
-        }
+        self.parameters = {name: weight_parameters(module) for name, module in self.original.items()}
         self.quantized: dict[str, nn.Module] = {}
         self.report: Report | None = None
         self.acceleration: Acceleration | None = None
@@ -111,6 +108,6 @@ class Switch:
     @property
     def experts_bytes(self) -> tuple[int, int]:
         """Bytes of the experts in 16 and in 4 bits, tied ones once."""
-        unique = {p.data_ptr(): p.nbytes for ps in self.parameters.values() for _, _, p in ps if p is not None}
+        unique = {p.data_ptr(): p.nbytes for ps in self.parameters.values() for _, _, p in ps}
         packed = sum(layer.bytes_after for layer in self.report.layers) if self.report else 0
         return sum(unique.values()), packed

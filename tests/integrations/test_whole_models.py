@@ -33,7 +33,7 @@ def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def matrices(module: nn.Module) -> list[nn.Parameter]:
-    return [owner._parameters[key] for owner, key in weight_parameters(module)]
+    return [parameter for _, _, parameter in weight_parameters(module)]
 
 
 def give_dequantised(stock: Any, quantised: Any) -> None:

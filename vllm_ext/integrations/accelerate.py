@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from vllm_ext.integrations import canvas_decoder, canvas_sampler
 from vllm_ext.integrations.canvas_decoder import CanvasDecoder
@@ -183,7 +182,7 @@ def _accelerate_denoising(model: Any, done: Acceleration, fused: bool, captured:
 class _DenoisingSteps:
     """Takes the place of two of `generate`'s methods; whatever it does not know goes to the stock ones."""
 
-    def __init__(self, model: nn.Module, fused: bool, captured: bool, sampler: bool) -> None:
+    def __init__(self, model: Any, fused: bool, captured: bool, sampler: bool) -> None:
         self.stock_step: Any = type(model)._denoising_step
         self.stock_prepare: Any = type(model)._prepare_denoiser_inputs
         self.decoder = CanvasDecoder(model) if fused else None

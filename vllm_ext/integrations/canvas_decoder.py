@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from vllm_ext.integrations.fused_layers import FusedLayer, LayerStack, unsupported
 from vllm_ext.integrations.qkv import joined_weight
-from vllm_ext.ops.fused import activation_and_mul, norm_rope_heads, probabilities, rms_norm
+from vllm_ext.ops.fused import activation_and_mul, add_rms_norm, norm_rope_heads, probabilities, rms_norm
 
 _CAPACITY_STEP = 256
 
@@ -125,9 +125,8 @@ class CanvasDecoder:
     def _conditioned(self, embeds: torch.Tensor, soft: torch.Tensor) -> torch.Tensor:
         module = self.decoder.self_conditioning
         normed = rms_norm(soft, module.pre_norm.weight, self.stack.eps)
-        inner = activation_and_mul(F.linear(normed, self.conditioning_gate_up), self.stack.activation)  # type: ignore[arg-type]
-        out = rms_norm(F.linear(inner, module.down_proj.weight), None, self.stack.eps, residual=embeds)
-        return out[0]
+        inner = activation_and_mul(F.linear(normed, self.conditioning_gate_up), self.stack.activation)
+        return add_rms_norm(F.linear(inner, module.down_proj.weight), embeds, None, self.stack.eps)[0]
 
     def _attend(
         self, index: int, layer: FusedLayer, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]

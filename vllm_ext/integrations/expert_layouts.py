@@ -65,15 +65,11 @@ def is_experts(module: nn.Module) -> bool:
     return _reader(module) is not None
 
 
-def weight_parameters(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """(owner, key) of the experts' matrices: what is freed when they are replaced, and what tells tied experts."""
+def weight_parameters(module: Any) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """(owner, key, parameter) of the experts' matrices: freed when they are replaced, and what tells tied experts."""
     holders = [module.input_linear, module.output_linear] if _is_jetmoe(module) else list(module.modules())
-    return [
-        (h, key)
-        for h in holders
-        for key, p in h._parameters.items()
-        if p is not None and p.dim() > 1 and not _is_bias(key)
-    ]
+    found = [(holder, key, value) for holder in holders for key, value in holder._parameters.items()]
+    return [item for item in found if item[2] is not None and item[2].dim() > 1 and not _is_bias(item[1])]
 
 
 def _is_bias(key: str) -> bool:

@@ -78,7 +78,6 @@ class LayerStack:
     def run(self, h: torch.Tensor, attend: Callable[[int, FusedLayer, torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """The final norm of all layers' output. `attend` takes a layer's normed rows to its heads' output rows."""
         x = rms_norm(h, self.layers[0].module.input_layernorm.weight, self.eps)
-        assert isinstance(x, torch.Tensor)
         following = [layer.module.input_layernorm.weight for layer in self.layers[1:]] + [self.final_norm.weight]
         for index, (layer, weight) in enumerate(zip(self.layers, following, strict=True)):
             h, x = self._layer(layer, h, attend(index, layer, x), weight)

@@ -32,7 +32,7 @@ from vllm_ext.quantization.tensor_file import CheckpointError
 _OURS = r"experts\.(.*\.)?\w+_(packed|scale|zero_point|shape)$"
 
 
-class W4A16Config(QuantizationConfigMixin):  # type: ignore[misc]
+class W4A16Config(QuantizationConfigMixin):
     """`quantization_config` of a model: a `Scheme`'s options. Raises ValueError on values the scheme refuses."""
 
     quant_method = QUANT_METHOD
@@ -56,7 +56,7 @@ class W4A16Config(QuantizationConfigMixin):  # type: ignore[misc]
         return getattr(self.scheme, name)
 
 
-class W4A16Quantizer(HfQuantizer):  # type: ignore[misc]
+class W4A16Quantizer(HfQuantizer):
     """Loads packed experts, or quantises 16-bit ones once they are loaded."""
 
     requires_calibration = False
@@ -81,17 +81,18 @@ class W4A16Quantizer(HfQuantizer):  # type: ignore[misc]
                 continue
             names = {part: key for key, part in module.named_modules()}
             taken = {}
-            for owner, key in weight_parameters(module):
-                taken[f"{names[owner]}.{key}".lstrip(".")] = owner._parameters[key]
+            for owner, key, parameter in weight_parameters(module):
+                taken[f"{names[owner]}.{key}".lstrip(".")] = parameter
                 owner._parameters[key] = None
                 # transformers would draw random weights for what its files do not hold.
                 owner._is_hf_initialized = True  # type: ignore[assignment]
-            self.pending[name] = taken  # type: ignore[assignment]
+            self.pending[name] = taken
         for part in model.modules():
             # Ties of parameters that are gone; the layers are tied again when they are read.
             ties = getattr(part, "all_tied_weights_keys", None)
             if isinstance(ties, dict):
-                part.all_tied_weights_keys = {k: v for k, v in ties.items() if _there(part, k) and _there(part, v)}
+                kept = {k: v for k, v in ties.items() if _there(part, k) and _there(part, v)}
+                part.all_tied_weights_keys = kept  # type: ignore[assignment]
         ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
         model._keys_to_ignore_on_load_unexpected = {*ignored, _OURS}  # type: ignore[assignment]
         return model

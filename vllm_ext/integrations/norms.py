@@ -42,15 +42,13 @@ class _FusedForward:
         self.offset, self.round_first = _FORMS[form]
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        out = rms_norm(
+        return rms_norm(
             hidden_states,
             getattr(self.module, "weight", None),
             self.eps,
             weight_offset=self.offset,
             round_before_weight=self.round_first,
         )
-        assert isinstance(out, torch.Tensor)
-        return out
 
 
 def norm_form(module: nn.Module) -> tuple[str, float]:
@@ -60,7 +58,7 @@ def norm_form(module: nn.Module) -> tuple[str, float]:
     )
     if eps is None:
         raise ValueError("it has no eps")
-    probe = copy.deepcopy(module).to("cpu")
+    probe: Any = copy.deepcopy(module).to("cpu")
     weight = getattr(probe, "weight", None)
     generator = torch.Generator().manual_seed(0)
     if isinstance(weight, nn.Parameter):
@@ -76,7 +74,6 @@ def norm_form(module: nn.Module) -> tuple[str, float]:
         found = probe(x)
         for form, (offset, round_first) in _FORMS.items():
             wanted = rms_norm(x, weight, eps, weight_offset=offset, round_before_weight=round_first)
-            assert isinstance(wanted, torch.Tensor)
             # Two roundings apart where a family rounds in another place; another form is far away.
             if found.dtype == x.dtype and torch.allclose(found.float(), wanted.float(), rtol=2**-6, atol=1e-3):
                 exact = _closest(found, x, weight, eps)

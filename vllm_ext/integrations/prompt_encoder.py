@@ -53,7 +53,8 @@ class PromptEncoder:
             key, value = (x.new_empty(batch, layer.kv_heads, length, layer.dim) for _ in range(2))
             q_weight, k_weight = attention.q_norm.weight, attention.k_norm.weight
             qkv = F.linear(x, layer.qkv)
-            norm_rope_heads(qkv, query, key, value, q_weight, k_weight, *angles[layer.kind], eps=self.stack.eps)
+            cos, sin = angles[layer.kind]
+            norm_rope_heads(qkv, query, key, value, q_weight, k_weight, cos, sin, self.stack.eps)
             key, value = cache.update(key, value, attention.layer_idx)
             mask = masks[layer.kind]
             out = F.scaled_dot_product_attention(

@@ -96,7 +96,7 @@ def join_projections(model: nn.Module, *, qkv: bool = True, gate_up: bool = True
 
 
 def _redirect(layer: nn.Linear, shared: SharedProjection, index: int) -> None:
-    layer.forward = lambda x: shared.part(index, x)  # type: ignore[method-assign]
+    layer.forward = lambda x: shared.part(index, x)  # type: ignore[method-assign, assignment]
 
 
 def _restore(layer: nn.Linear) -> Any:

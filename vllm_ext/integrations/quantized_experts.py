@@ -101,7 +101,10 @@ class QuantizedExperts(nn.Module):
             out = self.computed(x, top_k_index, top_k_weights)
         else:
             out = self.graphs(self.computed, x, top_k_index, top_k_weights)
-        return _NoBackward.apply(out, x) if x.requires_grad and torch.is_grad_enabled() else out
+        if x.requires_grad and torch.is_grad_enabled():
+            refused: torch.Tensor = _NoBackward.apply(out, x)  # type: ignore[no-untyped-call]
+            return refused
+        return out
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -114,7 +117,7 @@ class QuantizedExperts(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if self.graphs is not None:
             self.graphs.clear()
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         # Graphs are bound to this process and these addresses: a copy records its own.
@@ -303,7 +306,8 @@ class DequantizingExperts(QuantizedExperts):
             if not 0 <= expert < self.num_experts:
                 continue
             token, slot = (top_k_index == expert).nonzero(as_tuple=True)
-            bias = [None if b is None else b[expert].to(x.dtype) for b in (self.w13_bias, self.w2_bias)]
+            biases: list[Any] = [self.w13_bias, self.w2_bias]
+            bias = [None if b is None else b[expert].to(x.dtype) for b in biases]
             first = F.linear(x[token], self._one(w13, expert).to(x.dtype), bias[0])
             second = F.linear(self.activation(first), self._one(w2, expert).to(x.dtype), bias[1])
             slots[token, slot] = (second * top_k_weights[token, slot, None]).to(slots.dtype)

@@ -220,7 +220,7 @@ def _tied_groups(modules: dict[str, nn.Module]) -> list[list[str]]:
     """Names by shared weights; the name a checkpoint keeps comes first."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, module in modules.items():
-        key = tuple(owner._parameters[p].data_ptr() for owner, p in weight_parameters(module))
+        key = tuple(parameter.data_ptr() for _, _, parameter in weight_parameters(module))
         groups.setdefault(key, []).append(name)
     for names in groups.values():
         names.sort(key=lambda name: any(alias in name for alias, _ in TIED_PREFIXES))
@@ -228,18 +228,20 @@ def _tied_groups(modules: dict[str, nn.Module]) -> list[list[str]]:
 
 
 def _nbytes(module: nn.Module) -> int:
-    return sum(owner._parameters[key].nbytes for owner, key in weight_parameters(module))
+    return sum(parameter.nbytes for _, _, parameter in weight_parameters(module))
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _baseline(model: nn.Module) -> str:
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(text, "_experts_implementation", None) or "eager"
+    return getattr(_text_config(model), "_experts_implementation", None) or "eager"
 
 
 def _top_k(model: nn.Module) -> int | None:
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = _text_config(model)
     for name in ("num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_topk", "num_experts_per_token"):
         if isinstance(value := getattr(text, name, None), int):
             return value
@@ -348,5 +350,5 @@ def _wrapped(old: nn.Module, new: QuantizedExperts, calling: str) -> nn.Module:
 
 def _release(module: nn.Module) -> None:
     """Let go of the 16-bit weights now, even where someone still holds the module (hooks, records of outputs)."""
-    for owner, key in weight_parameters(module):
+    for owner, key, _ in weight_parameters(module):
         owner._parameters[key] = None

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_ext.ops.fused import (
     activation_and_mul,
+    add_rms_norm,
     confidence_argmax,
     norm_chain,
     norm_rope_heads,
@@ -53,7 +54,7 @@ def test_rms_norm_equals_its_definition(form: str, columns: int) -> None:
 def test_rms_norm_returns_the_rounded_sum_with_a_residual() -> None:
     """What the next residual connection adds to is the sum as 16 bits hold it, so the norm must see that too."""
     x, residual, weight = draw(7, 64), draw(7, 64, seed=1, scale=30), draw(64, seed=2)
-    found, total = rms_norm(x, weight, residual=residual)
+    found, total = add_rms_norm(x, residual, weight)
     torch.testing.assert_close(total, x + residual, rtol=2**-7 if INTERPRETED else 0, atol=0)
     close(found, exact.rms_norm(total, weight, 1e-6))
 

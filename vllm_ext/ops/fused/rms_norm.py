@@ -20,29 +20,49 @@ def rms_norm(
     *,
     weight_offset: float = 0.0,
     round_before_weight: bool = False,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """RMSNorm over the last dimension, FP32 inside. Returns [..., N] in x's dtype.
 
     weight         [N] or None; `weight_offset` is added to it (1.0: Gemma's 1 + w)
     round_before_weight  the normalised value is rounded to x's dtype before the weight multiplies it (Llama's form)
-    residual       [..., N]: added to x first, and (normalised sum, sum) is returned; the sum is rounded to x's dtype
 
     Raises ValueError where shapes do not fit.
     """
+    return _rms_norm(x, None, weight, eps, weight_offset, round_before_weight)[0]
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(`rms_norm` of x + residual, x + residual); residual [..., N] as x, the sum rounded to x's dtype first."""
+    if residual.shape != x.shape:
+        raise ValueError(f"add_rms_norm: residual must be {list(x.shape)} as x, got {list(residual.shape)}")
+    return _rms_norm(x, residual, weight, eps, weight_offset, round_before_weight)
+
+
+def _rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    round_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     columns = x.shape[-1]
     if weight is not None and tuple(weight.shape) != (columns,):
         raise ValueError(f"rms_norm: weight must be [{columns}] as x's last dimension, got {list(weight.shape)}")
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"rms_norm: residual must be {list(x.shape)} as x, got {list(residual.shape)}")
     if runs_triton(x) and 0 < columns <= MAX_COLUMNS and x.numel():
         from vllm_ext.ops.fused.triton.rms_norm import rms_norm as kernel
 
-        out, total = kernel(x, weight, eps, weight_offset, round_before_weight, residual)
-    else:
-        total = x if residual is None else x + residual
-        out = _normalise(total, weight, eps, weight_offset, round_before_weight)
-    return out if residual is None else (out, total)
+        return kernel(x, weight, eps, offset, round_first, residual)
+    total = x if residual is None else x + residual
+    return _normalise(total, weight, eps, offset, round_first), total
 
 
 def _normalise(
