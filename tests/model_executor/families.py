@@ -214,13 +214,16 @@ def main(argv: list[str] | None = None) -> int:
             paths = write_checkpoints(family, Path(folder))
             answers = run_jobs(single_jobs(paths), Path(folder))
             row = judge_single(answers)
+            stock: Answer | None = None
             for column in PARALLEL:
                 binding = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
                 job = parallel_job(paths, column)
                 (answer,) = run_jobs([job], Path(folder), **binding)
                 row[column] = judge_parallel(answers[3], answer)
                 if not row[column]["ok"]:
-                    (stock,) = run_jobs([{**job, "model": paths["dequantised"]}], Path(folder), **binding)
+                    # Unquantised expert parallelism ends vLLM's CPU worker: by tensor is the yardstick of both.
+                    by_tensor = {**parallel_job(paths, "TP2"), "model": paths["dequantised"]}
+                    stock = stock or run_jobs([by_tensor], Path(folder), **binding)[0]
                     row[column] = judge_parallel(answers[3], answer, stock)
         document["families"][family.name] = row
         print(family.name, row, flush=True)

@@ -1,0 +1,315 @@
+"""Mixed requests against a running engine with both of the plugin's flags: none lost, none changed by the others.
+
+    python benchmarks/gpu_checks/serve_soak.py [--requests 1000] [--longest 4096] [--out FILE]
+
+A tiny hybrid model (Gated DeltaNet + MoE) is served by `AsyncLLM`, vLLM's server without its HTTP front. Requests of
+1 to `--longest` tokens come 64 at a time: greedy and seeded, one and several samples, with stop tokens, streamed and
+not, some aborted after a few tokens. In the middle the engine is shut down and started again. Every kind of request is also
+answered alone; each answer in the mix must be that one, an aborted answer its beginning. With --batch-invariant (the
+default on a GPU) they must be equal token by token; without, a sequence may differ from a token on whose rival was
+within --near nats. The last line printed is JSON; exit status 0 when nothing is lost, changed or leaked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+AT_ONCE = 64
+VOCABULARY = 256
+Tokens = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked: random prompt tokens by `seed`, and how to sample."""
+
+    seed: int
+    length: int
+    max_tokens: int
+    samples: int
+    temperature: float
+    stop_tokens: tuple[int, ...]
+    streamed: bool
+
+    def prompt(self) -> list[int]:
+        """The prompt's token ids."""
+        draw = random.Random(self.seed)
+        return [draw.randrange(VOCABULARY) for _ in range(self.length)]
+
+    def sampling(self, *, deltas: bool = False) -> Any:
+        """vLLM's parameters; `deltas` streams what is new, otherwise all comes at the end."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            n=self.samples,
+            temperature=self.temperature,
+            seed=self.seed if self.temperature else None,
+            max_tokens=self.max_tokens,
+            stop_token_ids=list(self.stop_tokens),
+            logprobs=1 if not deltas else None,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA if deltas else RequestOutputKind.FINAL_ONLY,
+        )
+
+
+def draw_requests(count: int, longest: int, seed: int = 0) -> list[Request]:
+    """`count` requests: lengths from 1 to `longest`, short ones as often as long ones."""
+    draw = random.Random(seed)
+    made = []
+    for index in range(count):
+        temperature = draw.choice((0.0, 0.0, 0.8))
+        made.append(
+            Request(
+                seed=1000 + index,
+                length=max(1, min(longest, round(longest ** draw.random()))),
+                max_tokens=draw.choice((1, 2, 5, 8, 16)),
+                samples=draw.choice((1, 1, 1, 2, 3)) if temperature else 1,
+                temperature=temperature,
+                stop_tokens=tuple(draw.sample(range(VOCABULARY), 40)) if draw.random() < 0.3 else (),
+                streamed=draw.random() < 0.5,
+            )
+        )
+    return made
+
+
+async def ask(engine: Any, request: Request, name: str, abort_after: int | None = None) -> dict[str, Any]:
+    """One request's tokens by sample, and why each ended; `abort_after` tokens the caller goes away."""
+    deltas = request.streamed or abort_after is not None
+    tokens: Tokens = [[] for _ in range(request.samples)]
+    ends: list[str | None] = [None] * request.samples
+    stream = engine.generate({"prompt_token_ids": request.prompt()}, request.sampling(deltas=deltas), name)
+    async for output in stream:
+        for sample in output.outputs:
+            tokens[sample.index].extend(sample.token_ids)
+            ends[sample.index] = sample.finish_reason or ends[sample.index]
+        if abort_after is not None and sum(map(len, tokens)) >= abort_after:
+            await stream.aclose()
+            break
+    return {"tokens": tokens, "ends": ends, "aborted": abort_after is not None}
+
+
+async def ask_alone(engine: Any, request: Request, name: str) -> dict[str, Any]:
+    """One request by itself, with the margin between the chosen token and the best other one at each place."""
+    stream = engine.generate({"prompt_token_ids": request.prompt()}, request.sampling(), name)
+    async for output in stream:
+        last = output
+    tokens = [list(sample.token_ids) for sample in last.outputs]
+    margins = []
+    for sample in last.outputs:
+        found = []
+        for token, entry in zip(sample.token_ids, sample.logprobs, strict=True):
+            others = [value.logprob for key, value in entry.items() if key != token]
+            found.append(abs(entry[token].logprob - max(others)) if others else 0.0)
+        margins.append(found)
+    return {"tokens": tokens, "margins": margins}
+
+
+def differs(alone: dict[str, Any], mixed: dict[str, Any], near: float | None, sampled: bool) -> str | None:
+    """Why the answer in the mix is not the one alone, or None. `near` None: they must be equal."""
+    for mine, expected, margins, end in zip(
+        mixed["tokens"], alone["tokens"], alone["margins"], mixed["ends"], strict=True
+    ):
+        wanted = expected[: len(mine)] if mixed["aborted"] else expected
+        if mine == wanted:
+            if end is None and not mixed["aborted"]:
+                return "it did not end"
+            continue
+        place = next((i for i, (a, b) in enumerate(zip(mine, wanted, strict=False)) if a != b), len(mine))
+        # A sampled token hangs on more than the margin of the best: without batch invariance it may be any.
+        if near is not None and (sampled or (place < len(margins) and margins[place] < near)):
+            continue
+        return f"token {place} is {mine[place:][:1]}, alone {wanted[place:][:1]}, margin {margins[place:][:1]}"
+    return None
+
+
+def memory(engine_parent: int) -> dict[str, float]:
+    """MiB in use: private memory of this process and its children, and the GPU's."""
+    listing = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True).stdout
+    parents = dict(map(int, line.split()) for line in listing.splitlines()[1:])
+    family = {engine_parent}
+    while True:
+        more = {pid for pid, parent in parents.items() if parent in family} - family
+        if not more:
+            break
+        family |= more
+    total = 0
+    for pid in family:
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+        except OSError:
+            continue
+        total += sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:"))
+    found = {"host": total / 1024}
+    gpu = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError, IndexError):
+        found["device"] = float(subprocess.run(gpu, capture_output=True, text=True, check=True).stdout.split()[0])
+    return found
+
+
+def start_engine(model: str, args: argparse.Namespace) -> Any:
+    """A fresh engine with both flags."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    options: dict[str, Any] = {
+        "quantization": "w4a16-grouped",
+        "attention_backend": "ha_npu",
+        "skip_tokenizer_init": True,
+        "max_model_len": args.longest + 32,
+        "max_num_seqs": AT_ONCE,
+        "enable_prefix_caching": False,
+        "enforce_eager": args.eager,
+        "disable_log_stats": True,
+    }
+    if args.batch_invariant:
+        # A prompt cut in pieces carries its state from one to the next in the cache's precision.
+        options |= {
+            "max_num_batched_tokens": 4 * (args.longest + 32),
+            "enable_chunked_prefill": False,
+            "additional_config": {"vllm_ext": {"batch_invariant": True}},
+        }
+    if args.kv_cache_mib:
+        options |= {"kv_cache_memory_bytes": args.kv_cache_mib << 20, "gpu_memory_utilization": 0.1}
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **options))
+
+
+async def run_mixed(
+    engine: Any, plan: list[tuple[str, Request, int | None]], samples: list[dict[str, float]]
+) -> dict[str, dict[str, Any]]:
+    """All of `plan` with AT_ONCE in flight, in the order given; memory is sampled along the way."""
+    free = asyncio.Semaphore(AT_ONCE)
+    answers: dict[str, dict[str, Any]] = {}
+
+    async def one(name: str, request: Request, abort_after: int | None) -> None:
+        async with free:
+            try:
+                answers[name] = await ask(engine, request, name, abort_after)
+            except Exception as error:
+                answers[name] = {"error": f"{type(error).__name__}: {error}"}
+            if len(answers) % max(1, len(plan) // 8) == 0:
+                samples.append(memory(os.getpid()))
+                print(f"{len(answers)} of {len(plan)} answered", flush=True)
+
+    await asyncio.gather(*(one(*item) for item in plan))
+    return answers
+
+
+async def soak(model: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The whole check; see the module."""
+    kinds = draw_requests(max(1, args.requests // args.repeats), args.longest)
+    draw = random.Random(1)
+    plan = []
+    for number in range(args.requests):
+        request = kinds[number % len(kinds)]
+        abort_after = draw.randint(1, 4) if draw.random() < 0.1 and request.max_tokens > 4 else None
+        plan.append((f"mixed-{number}", request, abort_after))
+    draw.shuffle(plan)
+    middle = len(plan) // 2
+    answers: dict[str, dict[str, Any]] = {}
+    alone: dict[int, dict[str, Any]] = {}
+    samples: list[list[dict[str, float]]] = []
+    for half in (plan[:middle], plan[middle:]):
+        begin = time.monotonic()
+        engine = start_engine(model, args)
+        print(f"engine ready after {time.monotonic() - begin:.0f} s", flush=True)
+        samples.append([])
+        answers |= await run_mixed(engine, half, samples[-1])
+        if half is not plan[:middle]:
+            for kind in kinds:
+                alone[kind.seed] = await ask_alone(engine, kind, f"alone-{kind.seed}")
+            samples[-1].append(memory(os.getpid()))
+        engine.shutdown()
+        del engine
+    return judge(plan, answers, alone, samples, args)
+
+
+def judge(
+    plan: list[tuple[str, Request, int | None]],
+    answers: dict[str, dict[str, Any]],
+    alone: dict[int, dict[str, Any]],
+    samples: list[list[dict[str, float]]],
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    """Counts, and what is wrong; "ok" when nothing is."""
+    lost = {
+        name: answers.get(name, {}).get("error", "no answer")
+        for name, _, _ in plan
+        if "tokens" not in answers.get(name, {})
+    }
+    near = None if args.batch_invariant else args.near
+    changed = {}
+    for name, request, _ in plan:
+        if name not in lost and (why := differs(alone[request.seed], answers[name], near, request.temperature > 0)):
+            changed[name] = {"why": why, **asdict(request), "stop_tokens": len(request.stop_tokens)}
+    # The second half's first sample comes when its caches are warm.
+    growth = {key: samples[1][-1][key] - samples[1][0][key] for key in samples[1][0]} if samples[1] else {}
+    leaked = {key: grown for key, grown in growth.items() if grown > args.leak_mib}
+    return {
+        "ok": not lost and not changed and not leaked,
+        "requests": len(plan),
+        "aborted": sum(abort is not None for _, _, abort in plan),
+        "several samples": sum(request.samples > 1 for _, request, _ in plan),
+        "streamed": sum(request.streamed for _, request, _ in plan),
+        "ended by a stop token": sum("stop" in answer.get("ends", ()) for answer in answers.values()),
+        "batch_invariant": args.batch_invariant,
+        "lost": lost,
+        "changed": changed,
+        "memory growth, MiB": growth,
+        "memory, MiB": samples,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; see the module."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--repeats", type=int, default=4, help="times that each kind of request comes")
+    parser.add_argument("--longest", type=int, default=4096, help="tokens of the longest prompt")
+    parser.add_argument("--batch-invariant", action=argparse.BooleanOptionalAction, default=on_gpu)
+    parser.add_argument("--near", type=float, default=0.2, help="nats; see above")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--kv-cache-mib", type=int, default=4096 if on_gpu else 0)
+    parser.add_argument("--leak-mib", type=float, default=256, help="growth of memory that counts as a leak")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if args.batch_invariant:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    sys.path[:0] = [str(ROOT / "examples"), str(ROOT)]
+    from tiny_models import write_tiny_model
+
+    from vllm_ext.plugin import register
+
+    register()
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_tiny_model(
+            "qwen3-next", Path(folder) / "model", num_hidden_layers=2, full_attention_interval=2,
+            max_position_embeddings=args.longest + 32,
+        )  # fmt: skip
+        result = asyncio.run(soak(str(model), args))
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({key: value for key, value in result.items() if key != "memory, MiB"}))
+    return 0 if result["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

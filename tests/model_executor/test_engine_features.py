@@ -1,0 +1,128 @@
+"""What vLLM can do beside serving: the features that touch experts or their weights, with 4-bit experts on the CPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import families
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vllm_ext.quantization.cli import quantize_main
+
+pytestmark = pytest.mark.vllm
+RANK, ALPHA = 4, 8
+TARGETS = ("q_proj", "v_proj")
+LORA = {"enable_lora": True, "max_lora_rank": 8}
+
+
+def adapter_of(model: Path, target: Path, modules: tuple[str, ...] = TARGETS) -> dict[str, torch.Tensor]:
+    """Write a random LoRA adapter; what it adds to each weight of `model`, by name."""
+    generator = torch.Generator().manual_seed(3)
+    target.mkdir()
+    tensors, added = {}, {}
+    for name, weight in load_file(model / "model.safetensors").items():
+        if not name.endswith(tuple(f"{module}.weight" for module in modules)):
+            continue
+        down = torch.randn(RANK, weight.shape[1], generator=generator).bfloat16() * weight.shape[1] ** -0.5
+        up = torch.randn(weight.shape[0], RANK, generator=generator).bfloat16() * 0.3
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors |= {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}
+        added[name] = (up.float() @ down.float()) * ALPHA / RANK
+    save_file(tensors, target / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": list(modules), "bias": "none"}
+    (target / "adapter_config.json").write_text(json.dumps(config))
+    return added
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tiny_model, tmp_path_factory):
+    root = tmp_path_factory.mktemp("features")
+    plain = Path(tiny_model("qwen3-moe", moe_intermediate_size=96, num_hidden_layers=2))
+    other = Path(tiny_model("qwen3-moe", moe_intermediate_size=96, num_hidden_layers=2, rms_norm_eps=1e-5))
+    tensors = load_file(other / "model.safetensors")
+    changed = {name: tensor * 1.5 if ".experts.2." in name else tensor for name, tensor in tensors.items()}
+    save_file(changed, other / "model.safetensors", {"format": "pt"})
+    added = adapter_of(plain, root / "adapter")
+    adapter_of(plain, root / "expert adapter", ("up_proj",))
+    merged = root / "merged"
+    shutil.copytree(plain, merged)
+    tensors = load_file(merged / "model.safetensors")
+    tensors |= {name: (tensors[name].float() + delta).to(tensors[name].dtype) for name, delta in added.items()}
+    save_file(tensors, merged / "model.safetensors", {"format": "pt"})
+    assert quantize_main([str(plain), str(root / "packed"), "--quiet"]) == 0
+    assert quantize_main([str(other), str(root / "other packed"), "--quiet"]) == 0
+    made = ("merged", "packed", "other packed", "adapter", "expert adapter")
+    return {"plain": str(plain), "other": str(other), **{name: str(root / name) for name in made}}
+
+
+@pytest.fixture(scope="module")
+def answers(run_engines, checkpoints, prompts):
+    """Every engine of this file, by name; the one meant to fail is last."""
+    plain, packed, w4 = checkpoints["plain"], checkpoints["packed"], families.W4
+    chunked = {"max_num_batched_tokens": 64, "enable_chunked_prefill": True}
+    jobs = {
+        "whole": {"model": packed},
+        "chunked": {"model": packed, "options": chunked},
+        "prefixes cached": {"model": packed, "options": {"enable_prefix_caching": True}, "cached": True},
+        "FP16": {"model": packed, "options": {"dtype": "float16"}},
+        "FP16 at load": {"model": plain, "options": {**w4, "dtype": "float16"}},
+        "LoRA": {"model": plain, "options": {**w4, **LORA}, "lora": checkpoints["adapter"]},
+        "LoRA, packed": {"model": packed, "options": LORA, "lora": checkpoints["adapter"]},
+        "merged": {"model": checkpoints["merged"], "options": w4},
+        "other": {"model": checkpoints["other"], "options": w4},
+        "reloaded": {"model": plain, "options": w4, "reload": checkpoints["other"]},
+        "reloaded, packed": {"model": packed, "reload": checkpoints["other packed"]},
+        "LoRA of experts": {"model": packed, "options": LORA, "lora": checkpoints["expert adapter"]},
+    }
+    results = run_engines([{"prompts": prompts[:6], **job} for job in jobs.values()], timeout=500)
+    return dict(zip(jobs, results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("run", "same"),
+    [
+        ("chunked", "whole"),
+        ("FP16", "whole"),
+        ("reloaded", "other"),
+        ("reloaded, packed", "other"),
+    ],
+)
+def test_feature_changes_nothing_but_rounding(answers, run, same):
+    assert families.gap(answers[same], answers[run]) < families.TOLERANCE, answers[run].get("error")
+
+
+def test_fp16_model_quantised_at_load_differs_by_the_rounding_of_its_scales(answers):
+    """A packed checkpoint of BF16 weights has BF16 scales, an FP16 model's are FP16."""
+    assert families.gap(answers["whole"], answers["FP16 at load"]) < 2 * families.TOLERANCE
+
+
+def test_comparisons_above_would_notice_a_feature_without_effect(answers):
+    assert families.gap(answers["whole"], answers["merged"]) > 2 * families.TOLERANCE
+    assert families.gap(answers["whole"], answers["other"]) > 2 * families.TOLERANCE
+
+
+def first_difference(one, other):
+    """The smallest margin by which a token was chosen where two engines' greedy tokens part; None where none do."""
+    margins = []
+    for a, b, chosen in zip(one["tokens"], other["tokens"], one["margins"], strict=True):
+        place = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+        margins += [] if place is None else [chosen[place]]
+    return max(margins, default=None)
+
+
+@pytest.mark.parametrize(
+    ("run", "same"), [("prefixes cached", "whole"), ("LoRA", "merged"), ("LoRA, packed", "merged")]
+)
+def test_greedy_tokens_part_only_where_two_tokens_tie(answers, run, same):
+    assert "error" not in answers[run]
+    margin = first_difference(answers[same], answers[run])
+    assert margin is None or margin < 0.25
+    assert first_difference(answers["whole"], answers["merged"]) > 0.25, "the adapter would not be noticed"
+
+
+def test_adapters_of_experts_are_refused_by_name(answers):
+    assert "up_proj" in answers["LoRA of experts"]["error"]
