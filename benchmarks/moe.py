@@ -1,4 +1,4 @@
-"""4-bit experts on a GPU: ours against vLLM's Marlin, WNA16 and BF16 experts, one process, one run.
+"""4-bit experts on a GPU: ours against vLLM's Marlin, humming, WNA16 and BF16 experts, one process, one run.
 
 The whole layer is timed (sort, both GEMMs, combine) in a CUDA graph over several routings. Every layer is checked
 against FP64 first: a peer that fails, or cannot be built, is reported with the reason and left out; ours failing stops
@@ -84,6 +84,7 @@ ARMS = (
     Arm("BF16", moe_peers.bf16, "float", False),
     Arm("Marlin, zero points", moe_peers.marlin, "int", False, compiles=False),
     Arm("Marlin, symmetric", moe_peers.marlin, None, False, compiles=False),
+    Arm("humming", moe_peers.humming, "float", False, compiles=False),
     Arm("WNA16", moe_peers.wna16, "int", False, (1, 64, 256, 4096)),
 )
 
@@ -234,7 +235,7 @@ def _ratios(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if row["failed"] is not None or row["arm"] != "ours":
             continue
-        for peer in ("BF16", "Marlin, zero points", "Marlin, symmetric", "WNA16", "ours, v1"):
+        for peer in ("BF16", "Marlin, zero points", "Marlin, symmetric", "humming", "WNA16", "ours, v1"):
             peer_ms = times.get((row["shape"], peer, row["tokens"]))
             if peer_ms is not None:
                 row[f"times {peer}"] = peer_ms / row["ms"]

@@ -1,7 +1,8 @@
-"""The layers that ours are compared with, built from the same quantised weights: vLLM's Marlin, WNA16 and BF16 experts.
+"""The layers that ours are compared with, built from the same quantised weights: vLLM's Marlin, humming, WNA16 and BF16
+experts.
 
 Each builder imports vLLM when it is called and returns a call (x, topk_weights, topk_ids) -> [M, H]. Marlin and WNA16
-read integer zero points, or none; BF16 reads the dequantised weights.
+read integer zero points, or none; humming reads float zero points, BF16 the dequantised weights.
 """
 
 from __future__ import annotations
@@ -131,3 +132,87 @@ def marlin(shape: Shape, w13: QuantizedWeight, w2: QuantizedWeight) -> Call:
         w2_zeros=second[2],
         workspace=workspace,
     )
+
+
+def _humming_layer(shape: Shape, w13: QuantizedWeight, w2: QuantizedWeight) -> torch.nn.Module:
+    """Both weights in humming's order, padded as vLLM pads them; it takes the same float zero points as ours."""
+    from humming import dtypes
+    from humming.layer import HummingMethod
+    from humming.schema import HummingInputSchema, HummingWeightSchema
+
+    layer = torch.nn.Module()
+    sizes = {"w13": (2 * shape.inter, shape.hidden), "w2": (shape.hidden, shape.inter)}
+    for name, weight in (("w13", w13), ("w2", w2)):
+        assert weight.zero_point is not None
+        tensors = {"weight": weight.packed.view(torch.int32), "weight_scale": weight.scale}
+        for key, tensor in (tensors | {"zero_point": weight.zero_point}).items():
+            setattr(layer, f"{name}_{key}", torch.nn.Parameter(tensor, requires_grad=False))
+        schema = HummingWeightSchema(
+            b_dtype=dtypes.DataType.from_str("uint4"),
+            weight_scale_group_size=weight.group_size,
+            has_zero_point=True,
+            is_fp_zero_point=True,
+        )
+        HummingMethod.prepare_layer_meta(
+            layer=layer,
+            shape_n=sizes[name][0],
+            shape_k=sizes[name][1],
+            pad_n_to_multiple=256,
+            pad_k_to_multiple=128,
+            input_schema=HummingInputSchema(),
+            weight_schema=schema,
+            num_experts=shape.experts,
+            torch_dtype=torch.bfloat16,
+            sublayer_name=name,
+        )
+        HummingMethod.transform_humming_layer(layer, sublayer_name=name)
+    layer.register_buffer("locks", torch.zeros(1024, dtype=torch.int32, device=w13.packed.device))
+    return layer
+
+
+def humming(shape: Shape, w13: QuantizedWeight, w2: QuantizedWeight) -> Call:
+    """vLLM's humming experts ("indexed" GEMMs, its default), compiled for the GPU when first called."""
+    import json
+
+    from humming.config import GemmType
+    from humming.layer import HummingMethod
+    from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
+    from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
+    from vllm.model_executor.layers.fused_moe.moe_fused_mul_sum import moe_fused_mul_sum
+
+    layer = _humming_layer(shape, w13, w2)
+    compute = json.dumps({"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": GemmType.INDEXED.value})
+    tuned = {
+        name: HummingMethod.get_default_tuning_configs(layer=layer, gemm_type=GemmType.INDEXED, sublayer_name=name)
+        for name in ("w13", "w2")
+    }
+    activation = _activation(shape)
+
+    def call(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        tokens, top_k = topk_ids.shape
+        slots = tokens * top_k
+        block = next(config["block_shape"][0] for least, most, config in tuned["w13"] if least < slots <= most)
+        sorted_ids, expert_ids, padded = moe_align_block_size(
+            topk_ids, block, shape.experts, None, ignore_invalid_experts=True
+        )
+        common = {
+            "layer": layer,
+            "sorted_ids": sorted_ids,
+            "expert_ids": expert_ids,
+            "num_tokens_padded": padded,
+            "compute_config": compute,
+            "valid_shape_m": slots,
+        }
+        first, second, third = (x.new_empty(slots, width) for width in (2 * shape.inter, shape.inter, shape.hidden))
+        HummingMethod.forward_layer(
+            inputs=x, outputs=first, top_k=top_k, tuning_config=json.dumps(tuned["w13"]), sublayer_name="w13", **common
+        )
+        apply_moe_activation(activation, second, first)
+        HummingMethod.forward_layer(
+            inputs=second, outputs=third, top_k=1, tuning_config=json.dumps(tuned["w2"]), sublayer_name="w2", **common
+        )
+        out = torch.empty_like(x)
+        moe_fused_mul_sum(third.view(tokens, top_k, -1), topk_weights, out)
+        return out
+
+    return call

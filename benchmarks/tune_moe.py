@@ -41,30 +41,45 @@ ROUTINGS = 6
 # For a block of so many tokens, what is worth trying: GemmConfig's fields from block_rows on. Fewer registers mean more
 # programs on a multiprocessor. Small blocks apply scales to sums, which gives the same bits in all configurations: the
 # size of a batch does not show in its rows until it is large.
-_TILES: dict[int, tuple[tuple[int, int, int, str, int | None, int, int], ...]] = {
+_TILES: dict[int, tuple[tuple[int, int, int, str, int | None, int, int, int], ...]] = {
     16: (
-        (64, 4, 4, "sum", None, 1, 1),
-        (64, 4, 3, "sum", None, 2, 1),
-        (64, 4, 4, "sum", None, 1, 4),
-        (128, 4, 4, "sum", 128, 1, 1),
-        (128, 4, 4, "sum", 128, 1, 2),
-        (128, 4, 4, "sum", 128, 1, 4),
+        (64, 4, 4, "sum", None, 1, 1, 0),
+        (64, 4, 3, "sum", None, 2, 1, 0),
+        (64, 4, 4, "sum", None, 1, 4, 0),
+        (128, 4, 4, "sum", 128, 1, 1, 0),
+        (128, 4, 4, "sum", 128, 1, 2, 0),
+        (128, 4, 4, "sum", 128, 1, 4, 0),
+        (64, 4, 12, "sum", None, 1, 1, 4),
+        (128, 8, 12, "sum", None, 1, 1, 2),
+        (256, 8, 12, "sum", None, 1, 1, 2),
+        (256, 16, 12, "sum", None, 1, 1, 1),
     ),
     32: (
-        (128, 4, 4, "sum", None, 1, 1),
-        (128, 4, 3, "sum", 168, 1, 1),
-        (128, 4, 4, "sum", 168, 1, 2),
+        (128, 4, 4, "sum", None, 1, 1, 0),
+        (128, 4, 3, "sum", None, 1, 1, 0),
+        (128, 4, 3, "sum", 168, 1, 1, 0),
+        (128, 4, 4, "sum", 168, 1, 2, 0),
+        (128, 8, 12, "sum", None, 1, 1, 2),
+        (256, 8, 12, "sum", None, 1, 1, 2),
+        (256, 16, 12, "sum", None, 1, 1, 1),
     ),
     64: (
-        (64, 4, 3, "operand", None, 1, 1),
-        (128, 4, 3, "operand", 168, 1, 1),
-        (128, 4, 3, "operand", 168, 1, 2),
-        (128, 4, 4, "operand", None, 1, 1),
+        (64, 4, 3, "operand", None, 1, 1, 0),
+        (128, 4, 3, "operand", 168, 1, 1, 0),
+        (128, 4, 3, "operand", 168, 1, 2, 0),
+        (128, 4, 4, "operand", None, 1, 1, 0),
+        (256, 8, 3, "operand", None, 1, 1, 0),
+        (256, 8, 3, "operand", 128, 1, 1, 0),
+        (128, 8, 12, "sum", None, 1, 1, 2),
+        (256, 16, 12, "sum", None, 1, 1, 1),
     ),
     128: (
-        (64, 4, 3, "operand", None, 1, 1),
-        (128, 8, 3, "operand", None, 1, 1),
-        (128, 8, 3, "operand", 128, 1, 1),
+        (64, 4, 3, "operand", None, 1, 1, 0),
+        (128, 8, 3, "operand", None, 1, 1, 0),
+        (128, 8, 3, "operand", 128, 1, 1, 0),
+        (256, 8, 3, "operand", None, 1, 1, 0),
+        (256, 16, 3, "operand", 128, 1, 1, 0),
+        (256, 8, 12, "operand", None, 1, 1, 1),
     ),
 }
 
@@ -88,7 +103,7 @@ def gemm_configs() -> list[GemmConfig]:
 
 def block_tokens_for(slots_per_expert: float) -> tuple[int, ...]:
     """Token blocks worth trying for a mean number of slots an expert."""
-    for limit, blocks in ((6, (16,)), (12, (16, 32)), (24, (32,)), (48, (32, 64)), (100, (64,))):
+    for limit, blocks in ((6, (16,)), (12, (16, 32)), (24, (32,)), (48, (32, 64)), (100, (64, 128))):
         if slots_per_expert <= limit:
             return blocks
     return (64, 128)
@@ -115,7 +130,7 @@ class Layer:
 
     def down(self, gemm: GemmConfig) -> list[Callable[[], torch.Tensor]]:
         """One call a routing; the first GEMM has run once, before."""
-        launch = LaunchConfig(GemmConfig(gemm.block_tokens, 128, 4, 1, gemm.scaling), gemm)
+        launch = LaunchConfig(GemmConfig(gemm.block_tokens, 128, 8, 1, gemm.scaling), gemm)
         calls: list[Callable[[], torch.Tensor]] = []
         for aligned, weights in zip(self._aligned(launch), self.weights, strict=True):
             inner, sums = backend.gate_up(launch, self.experts, weights, aligned, weights.shape[1], self.options)
@@ -199,12 +214,12 @@ def fastest(rows: list[dict[str, Any]], gemm: str, plane: int, tokens: int, coun
 def choose_pair(
     layer: Layer, rows: list[dict[str, Any]], planes: tuple[int, int], tokens: int
 ) -> tuple[LaunchConfig, float]:
-    """The best of the pairs of each GEMM's two fastest, by the time of the whole layer.
+    """The best of the pairs of each GEMM's three fastest, by the time of the whole layer.
 
     Alone, a GEMM finds its weights in the L2 cache more often than in a layer.
     """
     pairs = itertools.product(
-        *(fastest(rows, gemm, plane, tokens, 2) for gemm, plane in zip(("gate_up", "down"), planes, strict=True))
+        *(fastest(rows, gemm, plane, tokens, 3) for gemm, plane in zip(("gate_up", "down"), planes, strict=True))
     )
     launches = [LaunchConfig(*(GemmConfig(**row["config"]) for row in pair)) for pair in pairs]
     timed = [(graph_milliseconds(layer.whole(launch)), launch) for launch in launches]
@@ -220,6 +235,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--planes-w13", nargs="+", type=int, default=[])
     parser.add_argument("--planes-w2", nargs="+", type=int, default=[])
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--no-stream", action="store_true", help="leave the streaming kernels out")
     parser.add_argument("--raw", type=Path, help="also write every timing here, as JSON")
     parser.add_argument("--dry-run", action="store_true", help="time and print, but leave the table as it is")
     args = parser.parse_args(argv)
@@ -239,6 +255,7 @@ def main(argv: list[str]) -> int:
         }
         blocks = {b for m in args.tokens for b in block_tokens_for(m * shape.top_k / shape.experts)}
         configs = [gemm for gemm in gemm_configs() if gemm.block_tokens in blocks]
+        configs = [gemm for gemm in configs if not (args.no_stream and gemm.programs)]
         wanted[name] = [Candidate(g, plane, c) for g in planes for plane in planes[g] for c in configs]
     failed = compile_all([(SHAPES[name], c) for name in wanted for c in wanted[name]], args.workers)
     for (name, candidate), reason in failed.items():

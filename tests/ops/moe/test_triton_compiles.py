@@ -16,11 +16,15 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from vllm_ext.ops.moe.triton import stream
+from vllm_ext.ops.moe.triton.config import GemmConfig
 from vllm_ext.ops.moe.triton.dequant import code_form
 from vllm_ext.ops.moe.triton.gemm import down_kernel
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton interprets in this process", allow_module_level=True)
+
+gluon_runtime = pytest.importorskip("triton.experimental.gluon._runtime")
 
 TYPES = {torch.bfloat16: ("*bf16", tl.bfloat16), torch.float16: ("*fp16", tl.float16)}
 
@@ -91,3 +95,63 @@ def test_no_product_is_in_flight_when_its_operand_is_overwritten(scaling: str) -
         waits = re.findall(r"warp_group_dot_wait .*?pendings = (\d+)", body)
         assert waits
         assert waits[-1] == "0"
+
+
+STREAMED = {
+    "few": GemmConfig(8, 64, 4, 12, programs=4),
+    "some": GemmConfig(32, 128, 8, 12, programs=2),
+    "many": GemmConfig(128, 256, 8, 12, "operand", programs=1),
+}
+
+
+def compile_streamed(gemm: GemmConfig, dtype: torch.dtype) -> Any:
+    """The down projection of Qwen3-30B-A3B as `stream.launch` asks for it."""
+    from triton.experimental.gluon import language as gl
+
+    from vllm_ext.ops.moe.triton.stream_kernel import stream_kernel
+    from vllm_ext.ops.moe.triton.wide_kernel import wide_kernel
+
+    kernel = wide_kernel if stream.wide(gemm) else stream_kernel
+    pointer, factor_dtype = TYPES[dtype]
+    sizes = stream.Sizes(768, 2048, 128, 32, 32)
+    form = code_form(dtype, True, gemm.scaling)
+    words, factors = gl.NVMMASharedLayout(64, 16, 2), gl.NVMMASharedLayout(0, 32, 1)
+    kinds = {
+        "words": f"tensordesc<i16[{gemm.block_rows}, 32],{words!r}>",
+        "factors_tiles": f"tensordesc<i32[{gemm.block_rows}],{factors!r}>",
+        "alpha": "fp32",
+        "limit": "fp32",
+        "x_stride": "i32",
+    }
+    kinds |= dict.fromkeys(("x", "out"), pointer) | dict.fromkeys(("group_sums", "out_sums"), "*fp32")
+    kinds |= dict.fromkeys(("factors", "sorted_slots", "blocks"), "*i32")
+    constants = {
+        "GATE_UP": False,
+        "TOP_K": 1,
+        "ACTIVATION": "silu",
+        "SHAPE": stream.kernel_shape(gemm, sizes, dtype, factor_dtype, form, 24),
+        "EPILOGUE": (),
+        "PRODUCER": stream.producer(gemm),
+    }
+    places = {name: (place,) for place, name in enumerate(kernel.arg_names)}
+    aligned = [name for name, kind in kinds.items() if kind.startswith("*") or name == "x_stride"]
+    source = gluon_runtime.GluonASTSource(
+        fn=kernel,
+        signature={name: kinds.get(name, "constexpr") for name in kernel.arg_names},
+        constexprs={places[name]: value for name, value in constants.items()},
+        attrs={places[name]: [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": gemm.num_warps, "maxnreg": stream.registers(gemm)}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.parametrize("kind", STREAMED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_streaming_kernels_compile_and_fit(kind: str, dtype: torch.dtype) -> None:
+    """Bulk copies into a ring that fits beside the other programs, products of registers with it, and no atomics."""
+    compiled = compile_streamed(STREAMED[kind], dtype)
+    ptx = compiled.asm["ptx"]
+    assert "cp.async.bulk.tensor" in ptx
+    assert "wgmma.mma_async" in ptx
+    assert not re.search(r"\batom\.|\bred\.", ptx)
+    assert (compiled.metadata.shared + 1024) * STREAMED[kind].programs <= 228 << 10

@@ -18,11 +18,15 @@ import triton
 import triton.language as tl
 
 from vllm_ext.ops.moe.triton.dequant import scale_activations
-from vllm_ext.ops.moe.triton.pdl import dependent_launch, wait_for_previous
+from vllm_ext.ops.moe.triton.pdl import dependent_launch, prefetch_tiles, wait_for_previous
 
 _ONE_LAUNCH_SLOTS = 4096
 _PLACE_SLOTS = 256
 _MAX_CHUNKS = 256
+# While slots are listed, memory idles: the weights that the first GEMM's first programs read are brought to the L2
+# cache, about so many bytes of each of the first blocks' experts.
+_EARLY_BYTES = 256 << 10
+_EARLY_BLOCKS = 48
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class Alignment:
 
     sorted_slots  int32 [S]
     blocks        int32 [max_blocks, 4] of the first GEMM: (expert, first place in sorted_slots, slots, nothing), with 0
-                  slots in blocks that this routing does not need; down_blocks likewise of the second
+                  slots in blocks that this routing does not need; down_blocks likewise of the second. The number of
+                  blocks needed stands in the last column of the first
     x             [M, K], the activations as the first GEMM reads them
     group_sums    FP32 [M, runs], sums of the activations
     """
@@ -66,6 +71,7 @@ def _write_blocks(blocks, max_blocks, counts, first, count, BINS: tl.constexpr, 
         tl.store(entry + 1, first + done)
         tl.store(entry + 2, tl.minimum(count - done, BLOCK_TOKENS))
     if pid == 0:
+        tl.store(blocks + 3, tl.sum(needed))
         for unused in range(tl.sum(needed), max_blocks, 128):
             clear = unused + tl.arange(0, 128)
             tl.store(blocks + clear * 4 + 2, 0, mask=clear < max_blocks)
@@ -106,6 +112,7 @@ def _align_kernel(
     blocks,
     other_blocks,
     group_sums,
+    words,
     num_slots,
     max_blocks,
     other_max_blocks,
@@ -118,9 +125,13 @@ def _align_kernel(
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
     TOKEN: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs 0 to E - 1 each list one expert's slots and blocks; the others each prepare one token."""
+    """Programs 0 to E - 1 each list one expert's slots and blocks; the others each prepare one token.
+
+    EARLY is (K tiles of the weights to prefetch, words of one, words of an expert, blocks whose experts' to prefetch).
+    """
     wait_for_previous(PDL)
     pid = tl.program_id(0)
     if pid >= num_experts:
@@ -133,6 +144,10 @@ def _align_kernel(
         counts = tl.where(bins < num_experts, counts, 0)
         count = tl.sum(tl.where(bins == pid, counts, 0))
         first = tl.sum(tl.where(bins < pid, counts, 0))
+        if EARLY[0] > 0:
+            before = tl.sum(tl.where(bins < pid, (counts + BLOCK_TOKENS - 1) // BLOCK_TOKENS, 0))
+            if (count > 0) & (before < EARLY[3]):
+                prefetch_tiles(words + pid.to(tl.int64) * EARLY[2], EARLY[1], EARLY[1] * 2, EARLY[0])
         _write_blocks(blocks, max_blocks, counts, first, count, BINS, BLOCK_TOKENS)
         if OTHER_BLOCK_TOKENS != BLOCK_TOKENS:
             _write_blocks(other_blocks, other_max_blocks, counts, first, count, BINS, OTHER_BLOCK_TOKENS)
@@ -269,10 +284,12 @@ def align(
     block_tokens: tuple[int, int],
     form: TokenForm,
     one_launch_slots: int = _ONE_LAUNCH_SLOTS,
+    words: torch.Tensor | None = None,
 ) -> Alignment:
     """Group the slots of topk_ids [M, top_k] by expert and bring x [M, K] into the first GEMM's form.
 
-    `block_tokens` is the size of the first and of the second GEMM's blocks.
+    `block_tokens` is the size of the first and of the second GEMM's blocks; `words` [E, k_tiles, rows, plane] the first
+    GEMM's weights, some of which are prefetched where the device can.
     """
     num_tokens, columns = x.shape
     num_slots = topk_ids.numel()
@@ -297,10 +314,14 @@ def align(
     launch = {"PDL": pdl, "launch_pdl": pdl}
     if num_slots <= one_launch_slots:
         chunk = triton.next_power_of_2(max(num_slots, 128))
+        early = (0, 0, 0, 0)
+        if pdl and words is not None:
+            tile, tiles = words[0, 0].numel(), words.shape[1]
+            early = (min(tiles, -(-_EARLY_BYTES // (2 * tile))), tile, tile * tiles, _EARLY_BLOCKS)
         _align_kernel[(num_experts + num_tokens,)](
-            topk_ids, id_map, x, scaled, sorted_slots, blocks, other, group_sums, num_slots, *limits, num_experts,
-            num_global, x.stride(0), CHUNK=chunk, num_warps=8 if chunk >= 1024 else 4, **ids, **tokens, **token,
-            **launch,
+            topk_ids, id_map, x, scaled, sorted_slots, blocks, other, group_sums,
+            words if words is not None else sorted_slots, num_slots, *limits, num_experts, num_global, x.stride(0),
+            CHUNK=chunk, EARLY=early, num_warps=8 if chunk >= 1024 else 4, **ids, **tokens, **token, **launch,
         )  # fmt: skip
         return aligned
     chunk_slots = max(_PLACE_SLOTS, triton.next_power_of_2(triton.cdiv(num_slots, _MAX_CHUNKS)))

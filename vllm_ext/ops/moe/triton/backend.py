@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_ext.ops.moe.experts import CallOptions, PreparedExperts, experts_meta
+from vllm_ext.ops.moe.experts import CallOptions, ExpertsMeta, PreparedExperts, experts_meta
+from vllm_ext.ops.moe.triton import stream
 from vllm_ext.ops.moe.triton.align import Alignment, TokenForm, align
 from vllm_ext.ops.moe.triton.combine import combine
 from vllm_ext.ops.moe.triton.config import GemmConfig, LaunchConfig, choose
@@ -119,6 +120,7 @@ def run(
 ) -> torch.Tensor:
     """`apply` with a given configuration; what the tuner times."""
     meta = experts.meta
+    config = served(config, experts, hidden_states, options)
     x = hidden_states if hidden_states.stride(1) == 1 else hidden_states.contiguous()
     topk_ids = topk_ids.contiguous()
     topk_weights = topk_weights.contiguous()
@@ -128,6 +130,44 @@ def run(
     return combine(
         slots, topk_ids, topk_weights, expert_map, meta.num_experts, not options.apply_router_weight_on_input
     )
+
+
+def served(
+    config: LaunchConfig, experts: PreparedExperts, hidden_states: torch.Tensor, options: CallOptions
+) -> LaunchConfig:
+    """`config`, with the streaming kernels replaced where they cannot serve the call."""
+    plain = (
+        experts.meta.gated
+        and "w13_bias" not in experts.tensors
+        and "w2_bias" not in experts.tensors
+        and not options.apply_router_weight_on_input
+        and hidden_states.dtype.itemsize == 2
+        and hidden_states.stride(0) % 16 == 0
+        and hidden_states.data_ptr() % 16 == 0
+        and stream.usable(hidden_states.device)
+    )
+    first, second = sizes(experts)
+    return LaunchConfig(_or_tiles(config.gate_up, plain, first), _or_tiles(config.down, plain, second))
+
+
+def _or_tiles(gemm: GemmConfig, plain: bool, size: stream.Sizes) -> GemmConfig:
+    if not gemm.programs or (plain and size.covered(gemm)):
+        return gemm
+    return GemmConfig(max(16, gemm.block_tokens), 128, 8 if gemm.block_tokens >= 128 else 4, 3, gemm.scaling)
+
+
+@functools.lru_cache(maxsize=64)
+def _sizes(meta: ExpertsMeta, rows: int, planes: tuple[int, int]) -> tuple[stream.Sizes, stream.Sizes]:
+    width = _sum_width(meta.group_size_w13, planes[0])
+    first = stream.Sizes(meta.hidden_size, rows, meta.group_size_w13, planes[0], width)
+    width = _inner_sum_width(meta.group_size_w2, planes[1])
+    return first, stream.Sizes(meta.intermediate_size, meta.hidden_size, meta.group_size_w2, planes[1], width)
+
+
+def sizes(experts: PreparedExperts) -> tuple[stream.Sizes, stream.Sizes]:
+    """What the kernels must know about w13 and w2."""
+    words, other = experts.tensors["w13_words"], experts.tensors["w2_words"]
+    return _sizes(experts.meta, words.shape[2], (words.shape[3], other.shape[3]))
 
 
 def align_call(
@@ -143,7 +183,7 @@ def align_call(
     form = _form(config.gate_up, x.dtype, meta.group_size_w13, plane)
     token = TokenForm(_sum_width(meta.group_size_w13, plane), plane, form.activation_exponent, form.plane_step)
     blocks = (config.gate_up.block_tokens, config.down.block_tokens)
-    return align(x, topk_ids, expert_map, meta.num_experts, blocks, token)
+    return align(x, topk_ids, expert_map, meta.num_experts, blocks, token, words=experts.tensors["w13_words"])
 
 
 def gate_up(
@@ -169,6 +209,13 @@ def gate_up(
     form = _form(gemm, x.dtype, meta.group_size_w13, plane)
     plane_w2 = tensors["w2_words"].shape[3]
     out_form = _form(config.down, x.dtype, meta.group_size_w2, plane_w2)
+    if gemm.programs:
+        stream.launch(
+            gemm, sizes(experts)[0], words, factors, factor_dtype, form, x, aligned.group_sums, aligned.sorted_slots,
+            aligned.blocks, inner, sums, top_k, options.activation, options.swiglu_alpha, options.swiglu_limit,
+            (stride, sum_width, sums.shape[1], out_form.activation_exponent, out_form.plane_step, plane_w2),
+        )  # fmt: skip
+        return inner, sums
     gate_up_kernel[(aligned.blocks.shape[0] * triton.cdiv(tiles, gemm.row_tiles),)](
         x,
         words,
@@ -220,6 +267,12 @@ def down(
     out = torch.empty(inner.shape[0], meta.hidden_size, dtype=inner.dtype, device=inner.device)
     asm = _asm(inner.dtype)
     form = _form(gemm, inner.dtype, meta.group_size_w2, plane)
+    if gemm.programs:
+        stream.launch(
+            gemm, sizes(experts)[1], words, factors, factor_dtype, form, inner, sums, aligned.sorted_slots,
+            aligned.down_blocks, out,
+        )  # fmt: skip
+        return out
     down_kernel[(aligned.down_blocks.shape[0] * triton.cdiv(rows, gemm.block_rows * gemm.row_tiles),)](
         inner,
         words,

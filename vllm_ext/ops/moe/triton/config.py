@@ -23,6 +23,7 @@ class GemmConfig:
 
     unroll     K tiles of one iteration of the inner loop
     row_tiles  tiles of `block_rows` rows that one program computes
+    programs   persistent programs a multiprocessor (stream.py), or 0: one program a tile (gemm.py)
     """
 
     block_tokens: int
@@ -33,6 +34,7 @@ class GemmConfig:
     max_registers: int | None = None
     unroll: int = 1
     row_tiles: int = 1
+    programs: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The article's first grouped kernel, kept as the baseline that the production path is measured against.
 
 Sort by expert, pad to regular blocks, one grouped GEMM twice, a separate activation, and a combine in fixed order.
-Tokens are the left operand and weights are dequantised in plain order: scale * (q - zero) rounded to 16 bits, a zero
-point read and subtracted for every weight. Gated experts without biases, every expert on this rank.
+Tokens are the left operand; weights are in plain order, two codes a byte, and are dequantised a group at a time:
+scale * (q - zero) rounded to 16 bits. Gated experts without biases, every expert on this rank.
 """
 
 # Triton's functions take tensors and compile-time values of any kind.
@@ -22,8 +22,8 @@ from vllm_ext.quantization import QuantizedWeight
 from vllm_ext.quantization.weight import SYMMETRIC_ZERO
 
 BLOCK_TOKENS = 64
-_BLOCK_ROWS = 64
-_BLOCK_COLUMNS = 64
+_BLOCK_ROWS = 128
+_MOST_COLUMNS = 128
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,13 @@ def _gemm_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """out [slots, ROWS] = x [tokens, K] W^T by slot; x's row is slot // TOP_K. WIDE computes in FP32 (interpreter)."""
+    """out [slots, ROWS] = x [tokens, K] W^T by slot; x's row is slot // TOP_K. WIDE computes in FP32 (interpreter).
+
+    BLOCK_COLUMNS divides GROUP, so that a K tile has one scale and one zero point a row.
+    """
     row_tiles: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
     groups: tl.constexpr = (K + GROUP - 1) // GROUP
+    BYTES: tl.constexpr = (K + 1) // 2
     pid = tl.program_id(0)
     block = blocks + pid // row_tiles * 4
     expert = tl.load(block).to(tl.int64)
@@ -66,23 +70,25 @@ def _gemm_kernel(
     t = tl.arange(0, BLOCK_TOKENS)
     slot = tl.load(sorted_slots + first + t, mask=t < count, other=0).to(tl.int64)
     row = pid % row_tiles * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row_ok = row < ROWS
+    weight = packed + (expert * ROWS + row)[:, None] * BYTES
+    group_row = (expert * ROWS + row) * groups
     dtype: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     acc = tl.zeros([BLOCK_TOKENS, BLOCK_ROWS], tl.float32)
     for start in tl.range(0, K, BLOCK_COLUMNS):
         k = start + tl.arange(0, BLOCK_COLUMNS)
-        ok = (row < ROWS)[:, None] & (k < K)[None, :]
         a = tl.load(
             x + (slot // TOP_K)[:, None] * K + k[None, :], mask=(t < count)[:, None] & (k < K)[None, :], other=0.0
         )
-        at = (expert * ROWS + row)[:, None]
-        byte = tl.load(packed + at * ((K + 1) // 2) + (k // 2)[None, :], mask=ok, other=0)
-        code = (byte.to(tl.int32) >> (k % 2 * 4)[None, :]) & 0xF
-        group = at * groups + (k // GROUP)[None, :]
-        s = tl.load(scale + group, mask=ok, other=0.0).to(tl.float32)
-        z = SYMMETRIC_ZERO_POINT
+        place = start // 2 + tl.arange(0, BLOCK_COLUMNS // 2)
+        byte = tl.load(weight + place[None, :], mask=row_ok[:, None] & (place < BYTES)[None, :], other=0)
+        s = tl.load(scale + group_row + start // GROUP, mask=row_ok, other=0.0).to(tl.float32)
+        z = tl.full([BLOCK_ROWS], SYMMETRIC_ZERO_POINT, tl.float32)
         if zero is not None:
-            z = tl.load(zero + group, mask=ok, other=0).to(tl.float32)
-        w = (s * (code.to(tl.float32) - z)).to(dtype)
+            z = tl.load(zero + group_row + start // GROUP, mask=row_ok, other=0).to(tl.float32)
+        low = (s[:, None] * ((byte & 0xF).to(tl.float32) - z[:, None])).to(dtype)
+        high = (s[:, None] * ((byte >> 4).to(tl.float32) - z[:, None])).to(dtype)
+        w = tl.join(low, high).reshape(BLOCK_ROWS, BLOCK_COLUMNS)
         acc = tl.dot(a.to(dtype), tl.trans(w), acc, input_precision="ieee" if WIDE else "tf32")
     tl.store(
         out + slot[:, None] * ROWS + row[None, :],
@@ -123,8 +129,8 @@ def _gemm(
         WIDE=not x.is_cuda or x.dtype == torch.float32,
         BLOCK_TOKENS=BLOCK_TOKENS,
         BLOCK_ROWS=_BLOCK_ROWS,
-        BLOCK_COLUMNS=_BLOCK_COLUMNS,
-        num_warps=4,
+        BLOCK_COLUMNS=min(_MOST_COLUMNS, weight.group_size & -weight.group_size),
+        num_warps=8,
         num_stages=3,
     )
     return out

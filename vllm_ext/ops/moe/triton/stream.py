@@ -1,0 +1,169 @@
+"""Launching the streaming GEMMs: which calls they serve, and with what.
+
+A configuration asks for them with `programs`, the persistent programs of a multiprocessor: for few tokens with "sum"
+scaling (`stream_kernel.py`), for many with "operand" (`wide_kernel.py`). They serve gated experts without biases on
+compute capability 9.0, in sizes that whole tiles cover; everything else is served by `gemm.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from vllm_ext.ops.moe.triton.config import GemmConfig
+from vllm_ext.ops.moe.triton.dequant import CodeForm
+
+CAPABILITY = (9, 0)
+_WARP_LANES = 32
+_REGISTERS = 1 << 16
+_SHARED_MEMORY = 227 << 10
+_SUM_CHUNK = 16
+_PRODUCER_WARPS = 4  # registers are given out to four
+_PRODUCER_REGISTERS = 40
+_WIDE_PRODUCER_REGISTERS = 72
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One GEMM: columns K, rows, group size, plane width, columns of one sum of the activations."""
+
+    columns: int
+    rows: int
+    group: int
+    plane: int
+    sum_width: int
+
+    def covered(self, gemm: GemmConfig) -> bool:
+        """Whether whole tiles cover the weight, each within a group."""
+        tile = 4 * self.plane
+        rows = gemm.block_rows // 2 if wide(gemm) else gemm.block_rows
+        return self.columns % tile == 0 and self.group % tile == 0 and self.rows % rows == 0
+
+
+def wide(gemm: GemmConfig) -> bool:
+    """Whether a configuration asks for the kernel for many tokens; its last tile of rows may be half a tile."""
+    return bool(gemm.programs) and gemm.scaling == "operand"
+
+
+@functools.lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.lru_cache(maxsize=16)
+def usable(device: torch.device) -> bool:
+    """Whether the kernels can run on `device`."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    if torch.cuda.get_device_capability(device) != CAPABILITY:
+        return False
+    try:
+        import vllm_ext.ops.moe.triton.stream_kernel  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def registers(gemm: GemmConfig) -> int:
+    """Registers of a thread, so that `programs` fit on a multiprocessor."""
+    threads = (gemm.num_warps + _PRODUCER_WARPS) * _WARP_LANES * gemm.programs
+    return min(_REGISTERS // threads // 8 * 8, 232)
+
+
+def producer(gemm: GemmConfig) -> tuple[int, int]:
+    """The producer's warps, one for every 16 rows of activations, and the registers of a thread."""
+    if wide(gemm):
+        return _PRODUCER_WARPS, _WIDE_PRODUCER_REGISTERS
+    return max(1, gemm.block_tokens // 16), _PRODUCER_REGISTERS
+
+
+def stages(gemm: GemmConfig, sizes: Sizes) -> int:
+    """Tiles in the ring: what the configuration asks for, or as many as shared memory holds."""
+    tile = 4 * sizes.plane
+    stage = gemm.block_rows * (tile // 2 + 4) + gemm.block_tokens * tile * 2 + 16
+    stage += 0 if wide(gemm) else gemm.block_tokens * tile // sizes.sum_width * 4
+    rest = gemm.block_rows * gemm.block_tokens + 1024
+    if wide(gemm):
+        chunks = -(-(sizes.columns // sizes.sum_width) // _SUM_CHUNK)
+        rest = chunks * 2 * gemm.block_tokens * _SUM_CHUNK * 2 + gemm.block_rows * gemm.block_tokens // 2 + 1024
+    return max(1, min(gemm.num_stages, (_SHARED_MEMORY // gemm.programs - 1024 - rest) // stage))
+
+
+def _descriptors(words: torch.Tensor, factors: torch.Tensor, block_rows: int) -> tuple[Any, Any]:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    plane = words.shape[-1]
+    rows = words.numel() // plane
+    tiles = TensorDescriptor(
+        words, [rows, plane], [plane, 1], [block_rows, plane], gl.NVMMASharedLayout(2 * plane, 16, 2)
+    )
+    count = factors.numel()
+    return tiles, TensorDescriptor(factors, [count], [1], [block_rows], gl.NVMMASharedLayout(0, 32, 1))
+
+
+def kernel_shape(
+    gemm: GemmConfig, sizes: Sizes, dtype: torch.dtype, factor_dtype: tl.dtype, form: CodeForm, sums_stride: int
+) -> tuple[Any, ...]:
+    """SHAPE of the kernels; `stream_kernel` explains it."""
+    tile = (sizes.columns, sizes.rows, sizes.group, sizes.plane, sizes.sum_width, gemm.block_rows, gemm.block_tokens)
+    operand = tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
+    exponents = (form.unit - form.activation_exponent, sums_stride, form.scale_exponent, 2**form.plane_step)
+    return (*tile, stages(gemm, sizes), operand, factor_dtype, form.offset, *exponents)
+
+
+def launch(
+    gemm: GemmConfig,
+    sizes: Sizes,
+    words: torch.Tensor,
+    factors: torch.Tensor,
+    factor_dtype: tl.dtype,
+    form: CodeForm,
+    x: torch.Tensor,
+    group_sums: torch.Tensor,
+    sorted_slots: torch.Tensor,
+    blocks: torch.Tensor,
+    out: torch.Tensor,
+    out_sums: torch.Tensor | None = None,
+    top_k: int = 1,
+    activation: str = "silu",
+    alpha: float = 0.0,
+    limit: float = 0.0,
+    epilogue: tuple[int, ...] = (),
+) -> None:
+    """Run one GEMM: gate and up with `out_sums` given, else down. `epilogue` is explained in `stream_kernel`."""
+    from vllm_ext.ops.moe.triton.stream_kernel import stream_kernel
+    from vllm_ext.ops.moe.triton.wide_kernel import wide_kernel
+
+    if not sizes.covered(gemm):
+        raise ValueError(f"stream.launch: {sizes} is not covered by whole tiles of {gemm.block_rows} rows")
+    tiles, factor_tiles = _descriptors(words, factors, gemm.block_rows)
+    programs = min(_multiprocessors(x.device) * gemm.programs, blocks.shape[0] * -(-sizes.rows // gemm.block_rows))
+    kernel = wide_kernel if wide(gemm) else stream_kernel
+    kernel[(programs,)](
+        tiles,
+        factor_tiles,
+        factors,
+        x,
+        x.stride(0),
+        group_sums,
+        sorted_slots,
+        blocks,
+        out,
+        out_sums if out_sums is not None else group_sums,
+        alpha,
+        limit,
+        GATE_UP=out_sums is not None,
+        TOP_K=top_k,
+        ACTIVATION=activation,
+        SHAPE=kernel_shape(gemm, sizes, x.dtype, factor_dtype, form, group_sums.shape[1]),
+        EPILOGUE=epilogue,
+        PRODUCER=producer(gemm),
+        num_warps=gemm.num_warps,
+        maxnreg=registers(gemm),
+        launch_pdl=True,
+    )  # fmt: skip
