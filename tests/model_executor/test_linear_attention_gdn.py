@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from vllm_ext.model_executor import linear_attention_prefill as prefill_module
 from vllm_ext.model_executor.linear_attention import GatedDeltaRulePrefill, gated_delta_rule_on_cpu
 from vllm_ext.model_executor.linear_attention_prefill import LayerPrefill, make_layer_prefill
 from vllm_ext.ops.linear_attention import chunk_gated_delta_rule
@@ -134,9 +135,9 @@ def test_cpu_call_agrees_with_vllms_kernel_down_to_the_norms_epsilon(prefill, sc
     assert relative_error(pools[1], pools[0]) < 1e-2
 
 
-def test_layer_that_nothing_can_serve_is_refused_when_it_is_built():
-    sizes = {"num_heads": 2, "num_value_heads": 4, "key_dim": 128, "value_dim": 128}
-    problem = Problem(
+def layer_problem(device):
+    sizes = {"num_heads": 2, "num_value_heads": 4, "key_dim": 128, "value_dim": 64}
+    return Problem(
         op="gdn",
         batch=1,
         num_tokens=0,
@@ -145,8 +146,48 @@ def test_layer_that_nothing_can_serve_is_refused_when_it_is_built():
         varlen=True,
         dtype=torch.bfloat16,
         state_dtype=torch.float32,
-        device=torch.device("meta"),
+        device=torch.device(device),
     )
+
+
+def test_layer_that_nothing_can_serve_is_refused_when_it_is_built():
     with pytest.raises(RuntimeError, match=r"model.layers.0.*cpu: .*meta"):
-        make_layer_prefill("model.layers.0", problem, fallback=False)
-    assert make_layer_prefill("model.layers.0", problem, fallback=True) is None
+        make_layer_prefill("model.layers.0", layer_problem("meta"), fallback=False)
+    assert make_layer_prefill("model.layers.0", layer_problem("meta"), fallback=True) is None
+
+
+def raises(**call):
+    raise ValueError("no such size")
+
+
+def not_finite(q, k, v, *operands, **options):
+    return torch.full_like(v, float("nan")), options["initial_state"]
+
+
+@pytest.mark.parametrize(("operator", "reason"), [(raises, "no such size"), (not_finite, "not finite")])
+def test_layer_whose_kernel_fails_a_trial_is_refused_when_it_is_built(operator, reason, monkeypatch):
+    """Not at the first request: a kernel that cannot be compiled for these sizes shows that when it is run."""
+    tried = []
+
+    def trial(*operands, **options):
+        tried.append((operands[0].shape, operands[2].shape, options["initial_state"].shape))
+        return operator(*operands, **options) if operator is not_finite else operator()
+
+    monkeypatch.setitem(prefill_module._OPERATORS, "gdn", trial)
+    prefill_module._try_kernel.cache_clear()
+    with pytest.raises(RuntimeError, match=rf"model.layers.0.*gated delta rule.*{reason}.*on_kernel_error"):
+        make_layer_prefill("model.layers.0", layer_problem("cpu"), fallback=False)
+    assert tried == [((1, 66, 2, 128), (1, 66, 4, 64), (2, 4, 64, 128))]
+    assert make_layer_prefill("model.layers.0", layer_problem("cpu"), fallback=True) is None
+
+
+def test_layers_of_one_size_are_tried_once(monkeypatch):
+    calls = []
+    right = prefill_module._OPERATORS["gdn"]
+    monkeypatch.setitem(
+        prefill_module._OPERATORS, "gdn", lambda *args, **options: calls.append(1) or right(*args, **options)
+    )
+    prefill_module._try_kernel.cache_clear()
+    for index in range(3):
+        assert make_layer_prefill(f"model.layers.{index}", layer_problem("cpu"), fallback=False) is not None
+    assert calls == [1]

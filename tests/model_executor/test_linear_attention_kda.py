@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vllm_ext.model_executor.linear_attention import kda_gate, kda_with_fused_gate
+from vllm_ext.model_executor.linear_attention import kda, kda_gate, kda_with_fused_gate
 from vllm_ext.model_executor.linear_attention_prefill import LayerPrefill
 from vllm_ext.ops.linear_attention import chunk_kda
 from vllm_ext.ops.linear_attention.sample import sample_operands, sample_state
@@ -121,6 +121,27 @@ def test_fallback_passes_vllm_its_own_arguments_untouched(call):
     assert state is call["initial_state"]
     assert received.keys() == {*call, "beta"}
     assert all(received[name] is value for name, value in {**broken, "beta": beta}.items())
+
+
+def test_call_with_the_gate_applied_needs_no_word_on_how(call):
+    """Ling 3.0's layer gates by itself, and tells vLLM's kernel so that its products cannot overflow."""
+    beta = torch.randn(1, 150, 2, generator=torch.Generator().manual_seed(4)).sigmoid()
+    g = kda_gate(call.pop("raw_g"), call.pop("A_log"), call.pop("g_bias"), -5.0)
+    how = {"safe_gate": True, "lower_bound": -5.0}
+    o, state = kda(LayerPrefill("layer", "kda"), must_not_run, **call, g=g, beta=beta, **how)
+    expected, expected_state = expected_answer(call, g, beta)
+    assert relative_error(o, expected) < 2**-8
+    assert relative_error(state, expected_state) < 1e-5
+    received = {}
+
+    def stock(**kwargs):
+        received.update(kwargs)
+        return call["v"], call["initial_state"]
+
+    broken = {**call, "q": call["q"][..., :16]}
+    kda(LayerPrefill("layer", "kda", fallback=True), stock, **broken, g=g, beta=beta, **how)
+    assert {name: received[name] for name in how} == how
+    assert all(received[name] is value for name, value in broken.items() if isinstance(value, torch.Tensor))
 
 
 @pytest.fixture(scope="module")
