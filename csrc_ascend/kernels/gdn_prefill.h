@@ -7,9 +7,10 @@
 //   O = s exp(G) Q S + P V'                                   reads the old state
 //   S = exp(G_last) S + (exp(G_last - G) V')^T K              then overwrites it in place
 // With normalisation K and Q stay as they came: 1/|k| and 1/|q| multiply rows and columns of the products instead, so the
-// operands of the cube are exact. The state is kept [V, K] or [K, V], as it lies in global memory.
+// operands of the cube are exact. Where the host asks for it every other operand is kept in two halves (split.h). The state is kept [V, K] or [K, V], as it lies in global memory.
 #pragma once
 #include "prefill_base.h"
+#include "split.h"
 #include "gdn_prefill_plan.h"
 
 namespace vllm_ext {
@@ -25,6 +26,7 @@ class GdnPrefill : public Prefill<GdnPrefill> {
     __aicore__ inline void Chunk(int32_t chunk, bool more);
     __aicore__ inline void StageInputs(int32_t chunk, int32_t tokens);
     __aicore__ inline void Gates();
+    __aicore__ inline void PairSums();
     __aicore__ inline void TileEdges();
     __aicore__ inline void InverseNorm(const FloatTile& spread, const FloatTile& compact, const HalfTile& rows);
     __aicore__ inline void ReadProducts();
@@ -37,16 +39,28 @@ class GdnPrefill : public Prefill<GdnPrefill> {
     __aicore__ inline void Output(int32_t chunk, int32_t tokens);
     __aicore__ inline void UpdateState();
 
+    // The same steps with every rounded operand in two halves; heads whole or cut by columns.
+    __aicore__ inline bool Splits() const { return (shape_.options & kSplit) != 0; }
+    __aicore__ inline void SplitState(int32_t count);
+    __aicore__ inline void SplitLower(const SplitTile& l1, const FloatTile& x, int32_t below, const HalfTile& staging,
+                                      const FloatTile& rest);
+    __aicore__ inline void SplitValues(const SplitTile& l1);
+    __aicore__ inline void LowerTimesSplit(const FloatTile& product, const SplitTile& lower, const SplitTile& right);
+    __aicore__ inline void SolveSplit();
+    __aicore__ inline void AddLowRead();
+    __aicore__ inline void AddLowChange(int32_t rows, int32_t strips);
+
     __aicore__ inline int32_t LowerCount(int32_t strip) const { return LowerTiles(strip) * kSquare; }
 
     // UB
     FloatTile state_ub_, x_, y_, decay_, a_, swap_;
     HalfTile p_half_;
-    FloatTile gate_, gate_columns_, norm_columns_, norm_scratch_;
+    FloatTile gate_, norm_columns_, norm_scratch_, behind_, pair_columns_;
     FloatTile local_, tail_, key_norm_, query_scale_, from_start_;
     FloatTile lower_mask_, upper_mask_, across_;
     // L1
     HalfTile keys_, queries_, tail_values_;
+    HalfTile state_low_, negative_low_, inverse_low_, p_low_, sums_low_, right_low_, new_low_, tail_low_;
     // L0
     HalfTile t_left_, p_left_, key_right_, wide_right_;
     FloatTile scores_;
@@ -57,3 +71,4 @@ class GdnPrefill : public Prefill<GdnPrefill> {
 #include "gdn_prefill_setup.h"
 #include "gdn_prefill_gates.h"
 #include "gdn_prefill_impl.h"
+#include "gdn_prefill_split.h"

@@ -4,14 +4,14 @@
 namespace vllm_ext {
 
 // Spread vectors of the chunk's gates and steps: local_ the sums of gates within a tile of 16 rows, from_start exp(G),
-// tail exp(G_last - G), minus_beta -beta/|k|, key_norm 1/|k|, query_scale s/|q|; gate_columns_ local_, a float each.
-// Sums never leave a tile: what lies between two rows is added up, not the difference of two long sums, so a steep gate
-// costs no accuracy but in its own tile.
+// tail exp(G_last - G), minus_beta -beta/|k|, key_norm 1/|k|, query_scale s/|q|.
+// What lies between two rows is added up and never the difference of two sums, so a steep gate costs no accuracy.
 __aicore__ inline void GdnPrefill::Gates() {
     Maxs(gate_, gate_, kLowestGate, kChunk);
     HA_VECTOR_BARRIER();
     Spread(local_, gate_, kChunk);
     if (UsesKeys()) Spread(beta_spread_, beta_compact_, kChunk);
+    PairSums();
     // Doubling within tiles: after step s every row holds the sum of the last 2 s gates; the two buffers swap roles.
     FloatTile from = local_, to = tail_;
     for (int32_t step = 1; step < kTile; step *= 2) {
@@ -28,13 +28,12 @@ __aicore__ inline void GdnPrefill::Gates() {
     }
     // Four steps: the sums end where they began, in local_.
     HA_VECTOR_BARRIER();
-    WholeReduceSum(gate_columns_, local_, 1, kChunk, 1, 1, 1);
     TileEdges();
     if (UsesKeys()) {
         Muls(minus_beta_, beta_spread_, -1.0f, kSpread);
         Muls(minus_columns_, beta_compact_, -1.0f, kChunk);
     }
-    if (shape_.normalise) {
+    if (Normalises()) {
         if (UsesKeys()) {
             InverseNorm(key_norm_, norm_columns_, key_rows_);
             HA_VECTOR_BARRIER();
@@ -49,6 +48,32 @@ __aicore__ inline void GdnPrefill::Gates() {
     } else {
         Duplicate(query_scale_, shape_.scale, kSpread);
     }
+}
+
+// The gates between rows j < i of a diagonal tile, local_ holding the gates themselves: by rows in the tile's place in decay_,
+// by columns [j, tile, i] in pair_columns_; those behind row j of its tile in behind_, a float each.
+__aicore__ inline void GdnPrefill::PairSums() {
+    constexpr int32_t tile_blocks = (kChunk * kTile + kSquare) / 8, columns = kChunkTiles * kTile;
+    for (int32_t tile = 0; tile < kChunkTiles; ++tile) Duplicate(decay_[LowerAt(tile)], 0.0f, kSquare);
+    Duplicate(pair_columns_, 0.0f, kTile * columns);
+    for (int32_t row = 1; row < kTile; ++row) {
+        HA_VECTOR_BARRIER();
+        uint64_t before[2] = {(1ull << row) - 1, 0};
+        Add(decay_[row * kTile], decay_[(row - 1) * kTile], local_[row * 8], before, kChunkTiles,
+            BinaryRepeatParams(1, 1, 0, tile_blocks, tile_blocks, kTile));
+        // Row `column` of the other form: lanes of a block are rows, blocks 2 apart are tiles.
+        const int32_t column = kTile - 1 - row;
+        for (int32_t side = 0; side < 2; ++side) {
+            const int32_t first = column + 1 - side * 8;   // of the lanes behind
+            if (first >= 8) continue;
+            const uint64_t behind = 0xffull & ~((1ull << (first < 0 ? 0 : first)) - 1);
+            uint64_t lanes[2] = {behind * 0x01010101ull, 0};
+            const FloatTile to = pair_columns_[column * columns + side * 8];
+            Add(to, to[columns], local_[(column + 1) * 8], lanes, 1, BinaryRepeatParams(2, 2, kTile, 8, 8, 8));
+        }
+    }
+    HA_VECTOR_BARRIER();
+    Adds(behind_, decay_[(kTile - 1) * kTile], 0.0f, kTile, kChunkTiles, UnaryRepeatParams(1, 1, 2, tile_blocks));
 }
 
 // Sums over whole tiles and what follows from them. edges_: blocks 1..3 the gates before tile I, 4..7 those of tile I and
@@ -67,8 +92,7 @@ __aicore__ inline void GdnPrefill::TileEdges() {
         for (int32_t tile = step; tile < kChunkTiles; ++tile) {
             const int32_t earlier = tile - step;
             if (step == 1) {
-                Sub(across(tile, earlier), total(earlier), gate_columns_[earlier * kTile], kTile, 1,
-                    BinaryRepeatParams(1, 0, 1, 8, 0, 8));
+                Adds(across(tile, earlier), behind_[earlier * kTile], 0.0f, kTile);
             } else {
                 Add(across(tile, earlier), across(tile - 1, earlier), total(tile - 1), kTile, 1,
                     BinaryRepeatParams(1, 1, 0, 8, 8, 0));
@@ -76,6 +100,8 @@ __aicore__ inline void GdnPrefill::TileEdges() {
         }
         HA_VECTOR_BARRIER();
     }
+    Spread(tail_, behind_, kChunk);
+    HA_VECTOR_BARRIER();
     for (int32_t tile = 0; tile < kChunkTiles; ++tile) {
         const int32_t at = tile * kTile * 8;
         if (tile == 0) {
@@ -83,7 +109,8 @@ __aicore__ inline void GdnPrefill::TileEdges() {
         } else {
             Add(from_start_[at], local_[at], before(tile), kFloatMask, 2, BinaryRepeatParams(1, 1, 0, 8, 8, 0));
         }
-        Sub(tail_[at], onwards(tile), local_[at], kFloatMask, 2, BinaryRepeatParams(1, 0, 1, 8, 0, 8));
+        if (tile + 1 < kChunkTiles)
+            Add(tail_[at], tail_[at], onwards(tile + 1), kFloatMask, 2, BinaryRepeatParams(1, 1, 0, 8, 8, 0));
     }
     Exp(edges_[8 * 8], onwards(0), 8);
     HA_VECTOR_BARRIER();
@@ -129,8 +156,6 @@ __aicore__ inline void GdnPrefill::InverseNorm(const FloatTile& spread, const Fl
 __aicore__ inline void GdnPrefill::Decays() {
     for (int32_t strip = 0; strip < kChunkTiles; ++strip) {
         for (int32_t side = 0; side < 2; ++side) {
-            Sub(decay_[LowerAt(strip) + side * 8], local_[strip * kTile * 8], gate_columns_[strip * kTile + side * 8], kFloatMask, 2,
-                BinaryRepeatParams(2, 1, 0, 16, 8, 0));
             for (int32_t tile = strip + 1; tile < kChunkTiles; ++tile)
                 Add(decay_[At(strip, tile * kTile, kChunk) + side * 8], local_[tile * kTile * 8],
                     across_[(tile * (tile - 1) / 2 + strip) * kTile + side * 8], kFloatMask, 2,
@@ -143,7 +168,7 @@ __aicore__ inline void GdnPrefill::Decays() {
     HA_VECTOR_BARRIER();
     for (int32_t strip = 0; strip < kChunkTiles; ++strip)
         Exp(decay_[LowerAt(strip)], decay_[LowerAt(strip)], LowerCount(strip));
-    if (shape_.normalise) {
+    if (Normalises()) {
         HA_VECTOR_BARRIER();
         for (int32_t strip = 0; strip < kChunkTiles; ++strip) {
             for (int32_t side = 0; side < 2; ++side) {

@@ -20,7 +20,11 @@ __aicore__ inline void GdnPrefill::Chunk(int32_t chunk, bool more) {
         DiagonalMultipliers();
         BelowDiagonal();
         QueryKey();
-        Solve(y_, a_, Half(a_[kChunk * kTile]), wide_right_);
+        if (Splits()) {
+            SolveSplit();
+        } else {
+            Invert(InverseOf(y_, a_, Half(a_[kChunk * kTile]), wide_right_), identity_);
+        }
     }
     if (shape_.phase == kMap) StoreMapped(chunk, p_half_, Half(y_));
     if (!Maps()) HA_VECTOR_BARRIER();
@@ -42,6 +46,7 @@ __aicore__ inline void GdnPrefill::StageInputs(int32_t chunk, int32_t tokens) {
     if (UsesKeys()) RowsToL1(way_, keys_, key_rows_, kChunk, key_tiles_);
     if (UsesQueries()) RowsToL1(way_, queries_, query_rows_, kChunk, key_tiles_);
     if (Resident()) way_.Copy(state_l1_, Half(y_), rows * columns);
+    if (Splits()) SplitState(rows * columns);
     if (shape_.phase == kReduce)
         DataCopy(workspace_.State(task_, chunk, 0), Half(y_), workspace_.StateBursts(task_, columns / kTile, true));
     LoadMapped(chunk);
@@ -57,7 +62,7 @@ __aicore__ inline void GdnPrefill::ReadProducts() {
     } else if (UsesQueries()) {
         LoadLeft(query_left, queries_, kChunkTiles, key_tiles_, kChunkTiles);
     }
-    if (shape_.phase != kMap) LoadState();
+    if (shape_.phase != kMap) LoadState(state_l1_);
     if (Maps()) LoadColumnsTransposed(key_right_, keys_, key_tiles_);
     HA_ORDER(MTE1_M);
     if (Maps()) {
@@ -65,6 +70,7 @@ __aicore__ inline void GdnPrefill::ReadProducts() {
         MultiplyLower(scores_[kChunk * kChunk], kq_left_[kChunk * shape_.key_dim], key_right_, key_tiles_);
     }
     if (shape_.phase != kMap) Multiply(read_, kq_left_, state_right_, ReadBlocks(), value_tiles_, key_tiles_);
+    if (Splits()) AddLowRead();
 }
 
 // a_ = k_i.k_j as it left the cube, for the diagonal tiles; then -A below them, as an operand.
@@ -77,14 +83,7 @@ __aicore__ inline void GdnPrefill::KeyKey() {
 __aicore__ inline void GdnPrefill::DiagonalMultipliers() {
     // [j, tile, r]: a row of the transposed tiles is a column of A.
     constexpr int32_t row_blocks = kChunkTiles * 2;
-    const FloatTile columns = swap_;
-    for (int32_t tile = 0; tile < kChunkTiles; ++tile) {
-        for (int32_t side = 0; side < 2; ++side) {
-            Sub(columns[tile * kTile + side * 8], gate_columns_[tile * kTile + side * 8], local_[tile * kTile * 8], kFloatMask, 2,
-                BinaryRepeatParams(row_blocks, 0, 1, 8 * row_blocks, 0, 8));
-        }
-    }
-    HA_VECTOR_BARRIER();
+    const FloatTile columns = pair_columns_;
     for (int32_t tile = 0; tile < kChunkTiles; ++tile) {
         for (int32_t side = 0; side < 2; ++side) {
             const int32_t at = tile * kTile + side * 8;
@@ -110,7 +109,7 @@ __aicore__ inline void GdnPrefill::DiagonalMultipliers() {
                 BinaryRepeatParams(row_blocks, row_blocks, 0, 8 * row_blocks, 8 * row_blocks, 0));
         }
     }
-    if (shape_.normalise) {
+    if (Normalises()) {
         HA_VECTOR_BARRIER();
         for (int32_t tile = 0; tile < kChunkTiles; ++tile) {
             for (int32_t side = 0; side < 2; ++side) {
@@ -139,6 +138,10 @@ __aicore__ inline void GdnPrefill::BelowDiagonal() {
         }
     }
     HA_VECTOR_BARRIER();
+    if (Splits()) {
+        SplitLower({negative_a_, negative_low_}, a_, 1, Half(swap_), swap_[kChunk * kChunk / 2]);
+        return;
+    }
     for (int32_t strip = 0; strip + 1 < kChunkTiles; ++strip) {
         const int32_t at = LowerAt(strip) + kSquare;
         Cast(Half(swap_)[at], a_[at], RoundMode::CAST_NONE, LowerCount(strip) - kSquare);
@@ -165,6 +168,10 @@ __aicore__ inline void GdnPrefill::QueryKey() {
         }
     }
     HA_VECTOR_BARRIER();
+    if (Splits()) {
+        SplitLower({p_, p_low_}, decay_, 0, p_half_, a_);
+        return;
+    }
     for (int32_t strip = 0; strip < kChunkTiles; ++strip)
         Cast(p_half_[LowerAt(strip)], decay_[LowerAt(strip)], RoundMode::CAST_NONE, LowerCount(strip));
     HA_ORDER(V_MTE3);
@@ -175,7 +182,7 @@ __aicore__ inline void GdnPrefill::QueryKey() {
 
 // V' = T (beta V - beta exp(G) K S); then V' and exp(G_last - G) V' (over |k|) as operands.
 __aicore__ inline void GdnPrefill::NewValues(int32_t chunk) {
-    const int32_t columns = task_.column_count;
+    const int32_t columns = task_.column_count, count = kChunk * columns;
     if (shape_.phase == kReduce) HA_ORDER(M_V);
     Drain(y_, read_, 0, kChunkTiles, ReadBlocks(), value_tiles_);
     ScaleRows(x_, x_, beta_spread_, kChunk, value_tiles_);
@@ -183,41 +190,57 @@ __aicore__ inline void GdnPrefill::NewValues(int32_t chunk) {
     HA_VECTOR_BARRIER();
     ScaleRows(y_, y_, minus_beta_, kChunk, value_tiles_);
     HA_VECTOR_BARRIER();
-    Add(x_, x_, y_, kChunk * columns);
+    Add(x_, x_, y_, count);
     HA_VECTOR_BARRIER();
-    Cast(Half(y_), x_, RoundMode::CAST_NONE, kChunk * columns);
-    HA_ORDER(V_MTE3);
-    way_.Copy(right_side_, Half(y_), kChunk * columns);
-    HA_ORDER(MTE3_MTE1);
-    LoadLower(t_left_, inverse_);
-    LoadRight(wide_right_, right_side_, kChunkTiles, value_tiles_);
-    HA_ORDER(MTE1_M);
-    LowerTimes(values_, t_left_, wide_right_, value_tiles_);
-    if (shape_.normalise) Mul(tail_, tail_, key_norm_, kSpread);
+    if (Splits()) {
+        SplitValues({right_side_, right_low_});
+        LowerTimesSplit(values_, {inverse_, inverse_low_}, {right_side_, right_low_});
+    } else {
+        Cast(Half(y_), x_, RoundMode::CAST_NONE, count);
+        HA_ORDER(V_MTE3);
+        way_.Copy(right_side_, Half(y_), count);
+        HA_ORDER(MTE3_MTE1);
+        LoadLower(t_left_, inverse_);
+        LoadRight(wide_right_, right_side_, kChunkTiles, value_tiles_);
+        HA_ORDER(MTE1_M);
+        LowerTimes(values_, t_left_, wide_right_, value_tiles_);
+    }
+    if (Normalises()) Mul(tail_, tail_, key_norm_, kSpread);
     HA_ORDER(M_V);
     DrainRows(x_, values_, value_tiles_);
     HA_VECTOR_BARRIER();
-    Cast(Half(y_), x_, RoundMode::CAST_NONE, kChunk * columns);
+    if (Splits()) {
+        SplitValues({new_values_, new_low_});
+        ScaleRows(x_, x_, tail_, kChunk, value_tiles_);
+        HA_VECTOR_BARRIER();
+        SplitValues({tail_values_, tail_low_});
+        return;
+    }
+    Cast(Half(y_), x_, RoundMode::CAST_NONE, count);
     ScaleRows(x_, x_, tail_, kChunk, value_tiles_);
     HA_VECTOR_BARRIER();
-    Cast(Half(y_)[kChunk * columns], x_, RoundMode::CAST_NONE, kChunk * columns);
+    Cast(Half(y_)[count], x_, RoundMode::CAST_NONE, count);
     HA_ORDER(V_MTE3);
     if (shape_.phase == kReduce) {
-        DataCopy(workspace_.Values(task_, chunk), Half(y_), kChunk * columns);
+        DataCopy(workspace_.Values(task_, chunk), Half(y_), count);
     } else {
-        way_.Copy(new_values_, Half(y_), kChunk * columns);
+        way_.Copy(new_values_, Half(y_), count);
     }
-    way_.Copy(tail_values_, Half(y_)[kChunk * columns], kChunk * columns);
+    way_.Copy(tail_values_, Half(y_)[count], count);
 }
 
 // O = s exp(G) Q S + P V'.
 __aicore__ inline void GdnPrefill::Output(int32_t chunk, int32_t tokens) {
     const int32_t columns = task_.column_count;
-    HA_ORDER(MTE3_MTE1);
-    LoadLower(p_left_, p_);
-    LoadRight(key_right_, new_values_, kChunkTiles, value_tiles_);
-    HA_ORDER(MTE1_M);
-    LowerTimes(attended_, p_left_, key_right_, value_tiles_);
+    if (Splits()) {
+        LowerTimesSplit(attended_, {p_, p_low_}, {new_values_, new_low_});
+    } else {
+        HA_ORDER(MTE3_MTE1);
+        LoadLower(p_left_, p_);
+        LoadRight(key_right_, new_values_, kChunkTiles, value_tiles_);
+        HA_ORDER(MTE1_M);
+        LowerTimes(attended_, p_left_, key_right_, value_tiles_);
+    }
     Mul(from_start_, from_start_, query_scale_, kSpread);
     HA_ORDER(MTE3_V);
     if (shape_.phase == kOutput) HA_ORDER(M_V);
@@ -247,6 +270,7 @@ __aicore__ inline void GdnPrefill::UpdateState() {
     HA_ORDER(MTE1_M);
     BeforeSharedProduct();
     Multiply(change_, kq_left_, state_right_, rows, strips, kChunkTiles);
+    if (Splits()) AddLowChange(rows, strips);
     for (int32_t first = 0; first < strips; first += step) {
         const int32_t count = strips - first < step ? strips - first : step;
         const int32_t from = first * rows * kSquare, strip_floats = rows * kSquare;

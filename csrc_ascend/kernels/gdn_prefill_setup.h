@@ -19,7 +19,8 @@ __aicore__ inline void GdnPrefill::AllocateBuffers() {
     query_scale_ = TileAt<float>(ub_, plan.query_scale);
     from_start_ = TileAt<float>(ub_, plan.from_start);
     gate_ = TileAt<float>(ub_, plan.gate);
-    gate_columns_ = TileAt<float>(ub_, plan.gate_columns);
+    behind_ = TileAt<float>(ub_, plan.behind);
+    pair_columns_ = swap_[kChunk * kTile];
     norm_columns_ = TileAt<float>(ub_, plan.norm_columns);
     norm_scratch_ = TileAt<float>(ub_, plan.norm_scratch);
     lower_mask_ = TileAt<float>(ub_, plan.lower_mask);
@@ -28,6 +29,14 @@ __aicore__ inline void GdnPrefill::AllocateBuffers() {
     keys_ = TileAt<half>(l1_, plan.keys);
     queries_ = TileAt<half>(l1_, plan.queries);
     tail_values_ = TileAt<half>(l1_, plan.tail_values);
+    state_low_ = TileAt<half>(l1_, plan.state_low);
+    negative_low_ = TileAt<half>(l1_, plan.negative_low);
+    inverse_low_ = TileAt<half>(l1_, plan.inverse_low);
+    p_low_ = TileAt<half>(l1_, plan.p_low);
+    sums_low_ = TileAt<half>(l1_, plan.sums_low);
+    right_low_ = TileAt<half>(l1_, plan.right_low);
+    new_low_ = TileAt<half>(l1_, plan.new_low);
+    tail_low_ = TileAt<half>(l1_, plan.tail_low);
     t_left_ = TileAt<half>(l0a_, plan.t_left);
     p_left_ = TileAt<half>(l0a_, plan.p_left);
     key_right_ = TileAt<half>(l0b_, plan.key_right);

@@ -16,7 +16,7 @@ __aicore__ inline void KdaPrefill::Chunk(int32_t chunk, bool more) {
         DiagonalPairs();
         Multipliers();
         LowerOperands();
-        Solve(product_, attention_rest_, Half(columns_rest_), wide_right_);
+        Invert(InverseOf(product_, attention_rest_, Half(columns_rest_), wide_right_), identity_);
     }
     if (shape_.phase == kMap) StoreMapped(chunk, Half(query_)[kChunk * kChunk], Half(product_));
     if (Resident()) RowsToNz(key_, value_rows_, kChunk, value_tiles_);
@@ -38,7 +38,7 @@ __aicore__ inline void KdaPrefill::CubeProducts() {
         if (UsesKeys()) LoadLeft(kq_left_, read_keys_, kChunkTiles, key_tiles_, kChunkTiles);
         if (UsesQueries())
             LoadLeft(kq_left_[QueryBlock() * kTile * key], read_queries_, kChunkTiles, key_tiles_, kChunkTiles);
-        LoadState();
+        LoadState(state_l1_);
     }
     for (int32_t block = 1, at = 0; Maps() && block < kChunkTiles; at += block * kTile * key, ++block) {
         const HalfTile left = pair_left_[(block - 1) * pair];

@@ -75,7 +75,7 @@ __aicore__ inline void KdaPrefill::Widen(int32_t tokens) {
     if (UsesKeys()) RowsToNz(key_, key_rows_, kChunk, key_tiles_);
     if (UsesQueries()) RowsToNz(query_, query_rows_, kChunk, key_tiles_);
     HA_VECTOR_BARRIER();
-    if (shape_.normalise) {
+    if (Normalises()) {
         if (UsesKeys()) ScaleByNorm(key_, 1.0f);
         if (UsesQueries()) ScaleByNorm(query_, shape_.scale);
     } else if (UsesQueries()) {

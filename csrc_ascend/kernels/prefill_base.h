@@ -53,6 +53,7 @@ class Prefill {
     __aicore__ inline bool Resident() const { return shape_.phase == kWhole || shape_.phase == kReduce; }
     __aicore__ inline bool Maps() const { return shape_.phase == kWhole || shape_.phase == kMap; }
     __aicore__ inline bool Outputs() const { return shape_.phase == kWhole || shape_.phase == kOutput; }
+    __aicore__ inline bool Normalises() const { return (shape_.options & kNormalise) != 0; }
     // Row blocks of the product with the state, and where those of the queries begin.
     __aicore__ inline int32_t ReadBlocks() const { return shape_.phase == kWhole ? 2 * kChunkTiles : kChunkTiles; }
     __aicore__ inline int32_t QueryBlock() const { return shape_.phase == kWhole ? kChunkTiles : 0; }
@@ -166,8 +167,8 @@ class Prefill {
     }
 
     // T, by the multipliers of the diagonal tiles and -A below them.
-    __aicore__ inline void Solve(const FloatTile& multipliers, const FloatTile& diagonal, const HalfTile& staging,
-                                 const HalfTile& right) {
+    __aicore__ inline InverseBuffers InverseOf(const FloatTile& multipliers, const FloatTile& diagonal, const HalfTile& staging,
+                                               const HalfTile& right) const {
         InverseBuffers b;
         b.multipliers = multipliers;
         b.row_blocks = 1;
@@ -181,14 +182,14 @@ class Prefill {
         b.right = right;
         b.product = merged_;
         b.way = way_;
-        Invert(b, identity_);
+        return b;
     }
-    // The state, or half of it in half, as the right operand of the reading products.
-    __aicore__ inline void LoadState() {
+    // The state as the right operand of the reading products.
+    __aicore__ inline void LoadState(const HalfTile& state) {
         if (shape_.state_v_first) {
-            LoadRightTransposed(state_right_, state_l1_, key_tiles_, value_tiles_);
+            LoadRightTransposed(state_right_, state, key_tiles_, value_tiles_);
         } else {
-            LoadRight(state_right_, state_l1_, key_tiles_, value_tiles_);
+            LoadRight(state_right_, state, key_tiles_, value_tiles_);
         }
     }
 

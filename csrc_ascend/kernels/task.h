@@ -13,10 +13,13 @@ constexpr int32_t kTaskFields = 8;
 // Sizes and options of a launch (int32, in this order).
 struct PrefillShape {
     int32_t key_heads, value_heads, key_dim, value_dim, gate_stride;
-    int32_t has_initial, has_final, state_is_half, state_v_first, normalise;
+    int32_t has_initial, has_final, state_is_half, state_v_first, options;
     float scale;
     int32_t phase;
 };
+
+// Bits of `options`: divide keys and queries by their length; keep what rounding takes from an operand as a second operand.
+constexpr int32_t kNormalise = 1, kSplit = 2;
 
 // What a launch does with its chunks. Heads are computed whole (or cut by columns) in one launch; the last heads of an
 // extreme tail take three: T and P of every chunk, then the recurrence, then the outputs.
@@ -34,7 +37,7 @@ __aicore__ inline PrefillShape ReadShape(GM_ADDR address) {
     shape.has_final = fields[6];
     shape.state_is_half = fields[7];
     shape.state_v_first = fields[8];
-    shape.normalise = fields[9];
+    shape.options = fields[9];
     shape.scale = *reinterpret_cast<const __gm__ float*>(fields + 10);
     shape.phase = fields[11];
     return shape;

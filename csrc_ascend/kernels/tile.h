@@ -76,9 +76,10 @@ __aicore__ inline void LoadRight(const HalfTile& dst, const HalfTile& src, int32
 __aicore__ inline void LoadRightTransposed(const HalfTile& dst, const HalfTile& src, int32_t k, int32_t n) {
     LoadData(dst, src, LoadData2DParams(0, k * n, 1, 0, 0, false, 0));
 }
-// C = A B, sizes in tiles.
-__aicore__ inline void Multiply(const FloatTile& c, const HalfTile& a, const HalfTile& b, int32_t m, int32_t n, int32_t k) {
-    Mmad(c, a, b, MmadParams(m * kTile, n * kTile, k * kTile, 0, false, true));
+// C = A B, or C += A B, sizes in tiles.
+__aicore__ inline void Multiply(const FloatTile& c, const HalfTile& a, const HalfTile& b, int32_t m, int32_t n, int32_t k,
+                                bool fresh = true) {
+    Mmad(c, a, b, MmadParams(m * kTile, n * kTile, k * kTile, 0, false, fresh));
 }
 // ---- triangles --------------------------------------------------------------------------------------------------------
 // Square tiles [kChunk, kChunk] are used on and below the diagonal only: strip c from row 16 c on, `LowerTiles` fractals.
@@ -115,10 +116,10 @@ __aicore__ inline void LoadLower(const HalfTile& dst, const HalfTile& src) {
     for (int32_t row = 0; row < kChunkTiles; ++row)
         LoadData(dst[row * kChunkTiles * kSquare], src, LoadData2DParams(row, row + 1, kChunkTiles, 0, 0, false, 0));
 }
-// L B for a lower triangular L; row blocks of the result follow each other in C.
-__aicore__ inline void LowerTimes(const FloatTile& c, const HalfTile& lower, const HalfTile& b, int32_t n) {
+// L B for a lower triangular L, or added to what is there; row blocks of the result follow each other in C.
+__aicore__ inline void LowerTimes(const FloatTile& c, const HalfTile& lower, const HalfTile& b, int32_t n, bool fresh = true) {
     for (int32_t row = 0; row < kChunkTiles; ++row)
-        Multiply(c[row * n * kSquare], lower[row * kChunkTiles * kSquare], b, 1, n, row + 1);
+        Multiply(c[row * n * kSquare], lower[row * kChunkTiles * kSquare], b, 1, n, row + 1, fresh);
 }
 
 // ---- out of L0C -------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ class Case:
     state_dtype: torch.dtype
     launches: list[tuple[str, Blocks]] | None = None
     chip: str = "310p1"
+    split: bool = False
 
 
 def cases(op: str) -> list[Case]:
@@ -31,7 +32,10 @@ def cases(op: str) -> list[Case]:
     one_core: list[tuple[str, Blocks]] = [("whole", [two_heads])]
     spread = chunk_head_chunk_launches(two_heads, 2, 1)
     spread_one = chunk_head_chunk_launches(two_heads[:1], 2, 1)
+    split = [Case(make_call(op, tokens=130, value_heads=2, seed=9), torch.float32, one_core, split=True)]
+    split.append(Case(make_call(op, tokens=70, state_v_first=False, seed=10), torch.float32, split=True))
     return [
+        *(split if op == "gdn" else []),
         Case(make_call(op, tokens=130, value_heads=2, normalise=True), torch.float32, one_core),
         Case(
             make_call(op, tokens=130, value_heads=2, state_v_first=False, initial=False, seed=1),
@@ -76,6 +80,5 @@ def expected(op: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _run(op: str, case: Case, **options):
-    return run_prefill(
-        op, case.call, chip=case.chip, state_dtype=case.state_dtype, launches=case.launches, threads=1, **options
-    )
+    options |= {"chip": case.chip, "state_dtype": case.state_dtype, "split_operands": case.split}
+    return run_prefill(op, case.call, launches=case.launches, threads=1, **options)

@@ -92,7 +92,7 @@ def gdn_tiles(key_dim: int, value_dim: int) -> list[Tile]:
             ("local", "tail", "beta_spread", "key_norm", "query_scale", "from_start", "minus_beta"), SPREAD
         ),
         **dict.fromkeys(
-            ("gate", "beta_compact", "gate_columns", "norm_columns", "norm_scratch", "minus_columns"), CHUNK
+            ("gate", "beta_compact", "behind", "norm_columns", "norm_scratch", "minus_columns"), CHUNK
         ),
         **dict.fromkeys(("lower_mask", "upper_mask", "identity"), FRACTAL),
         "across": 6 * TILE,
@@ -103,8 +103,12 @@ def gdn_tiles(key_dim: int, value_dim: int) -> list[Tile]:
         *_in("ub", "fp32", floats),
         *_shared_tiles(keys, values, state),
         *_in("l1", "fp16", {"keys": keys, "queries": keys, "tail_values": values}),
+        # What rounding takes from an operand, where the host asks for operands in two halves.
+        *_in("l1", "fp16", {"state_low": state, "negative_low": SQUARE - CHUNK * TILE, "inverse_low": SQUARE}),
+        *_in("l1", "fp16", {"p_low": SQUARE, "sums_low": 3 * FRACTAL}),
+        *_in("l1", "fp16", dict.fromkeys(("right_low", "new_low", "tail_low"), values)),
         # [K; Q], later the transposed left operand of the update.
-        *_in("l0a", "fp16", {"kq_left": 2 * keys, "t_left": SQUARE, "p_left": SQUARE, "small_left": 3 * FRACTAL}),
+        *_in("l0a", "fp16", {"kq_left": 2 * keys, "t_left": SQUARE, "p_left": SQUARE, "small_left": 6 * FRACTAL}),
         # The state, later the update's right operand; K^T, later V'; the inversion's tiles, later the right-hand side.
         *_in("l0b", "fp16", {"state_right": state, "key_right": max(keys, values)}),
         Tile("wide_right", "l0b", "fp16", values),

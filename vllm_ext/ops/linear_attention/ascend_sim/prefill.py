@@ -55,6 +55,7 @@ def run_prefill(
     blocks: Blocks | None = None,
     launches: list[tuple[str, Blocks]] | None = None,
     threads: int | None = None,
+    split_operands: bool = False,
     mutation: tuple[str, str, int] | None = None,
     watch_places: bool = False,
 ) -> Result:
@@ -62,6 +63,9 @@ def run_prefill(
 
     Work is dealt to cores as the planner says; `blocks` replaces that by one launch of these tasks, `launches` by
     several: (phase, blocks) one after another, phases as in `PHASES`. The last two arguments are for tests.
+
+    `split_operands` keeps what rounding takes from an operand as a second operand (gdn, no chunk-head-chunk): states as
+    accurate as FP32 sums allow, for up to three times the products they enter.
 
     Raises SimulatorViolation when the kernel breaks a rule of the chip.
     """
@@ -76,12 +80,18 @@ def run_prefill(
     initial = None if call.initial_state is None else call.initial_state.to(state_dtype).contiguous()
     o = torch.full(call.v.shape, float("nan"), dtype=torch.float16)
     final = torch.full(states, float("nan"), dtype=state_dtype) if call.output_final_state else None
+    if split_operands and op != "gdn":
+        raise ValueError(f"ascend-sim: only gdn takes operands in two halves, not {op}")
     if launches is None:
+        if split_operands and blocks is None:
+            blocks = make_tasks(bounds, num_value_heads, value_dim, load_chip(chip).cores)
         launches = [("whole", blocks)] if blocks is not None else default_launches(op, call, chip)
+    if split_operands and any(phase != "whole" for phase, _ in launches):
+        raise ValueError("ascend-sim: operands in two halves need heads whole or cut by columns, not by chunks")
     scale_bits = struct.unpack("<i", struct.pack("<f", call.scale))[0]
     sizes = [num_heads, num_value_heads, key_dim, value_dim, gates.shape[1]]
     options = [initial is not None, final is not None, state_dtype == torch.float16]
-    options += [call.state_v_first, call.use_qk_l2norm_in_kernel]
+    options += [call.state_v_first, call.use_qk_l2norm_in_kernel + 2 * split_operands]
     workspace = None
     scratch = 0 if load_chip(chip).ub_to_l1 else 2 * key_dim * value_dim * max(len(blocks) for _, blocks in launches)
     if scratch or any(phase != "whole" for phase, _ in launches):
