@@ -196,3 +196,14 @@ def test_offloaded_experts_are_refused_with_a_way_out() -> None:
     with pytest.raises(ValueError, match="is not in memory"):
         quantize_experts(model, progress=False)
     assert model.model.layers[0].mlp.experts.gate_up_proj is not None, "nothing may be lost on bad input"
+
+
+def test_a_list_without_an_activation_is_refused_before_anything_changes() -> None:
+    """Half a model in 4 bits would be worse than none: what cannot be read is found first."""
+    blocks = nn.Sequential(tiny.ListedExperts(), tiny.ListedExperts())
+    for expert in blocks[1].experts:
+        del expert.act_fn
+    with pytest.raises(ValueError, match=r"has no activation among .* leave 1\.experts out"):
+        quantize_experts(blocks, progress=False)
+    assert not any(isinstance(module, QuantizedExperts) for module in blocks.modules())
+    quantize_experts(blocks, ignore=["1"], progress=False)

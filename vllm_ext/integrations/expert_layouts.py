@@ -91,6 +91,18 @@ def read_experts(module: nn.Module, name: str) -> ExpertWeights:
     return weights
 
 
+def check_readable(module: Any, name: str) -> None:
+    """Raise ValueError, before anything is replaced, where `read_experts` would for want of an activation."""
+    listed = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    holder = expert_children(module)[0][1] if listed else module
+    if hasattr(holder, "_apply_gate") or hasattr(holder, "route_tokens_to_experts"):
+        return
+    try:
+        activation_module(holder)
+    except ValueError as error:
+        raise ValueError(f"{error}; leave {name} out with `ignore`") from None
+
+
 def _reader(module: nn.Module) -> Callable[[Any], ExpertWeights] | None:
     if _is_3d(module, "down_proj") and (_is_3d(module, _FUSED) or _is_3d(module, "up_proj")):
         return _read_fused

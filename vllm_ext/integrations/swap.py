@@ -14,6 +14,7 @@ from torch import nn
 
 from vllm_ext.integrations.expert_layouts import (
     ExpertWeights,
+    check_readable,
     expert_children,
     is_experts,
     read_experts,
@@ -163,6 +164,7 @@ def quantize_experts(
         raise ValueError(_nothing_found(model, found))
     for name, module in chosen.items():
         _check_present(name, module)
+        check_readable(module, name)
     groups = _tied_groups(chosen)
     report = Report(ignored=[name for name in found if name not in chosen], baseline=_baseline(model))
     start = time.monotonic()
