@@ -24,7 +24,7 @@ class _RunsW4A16:
     prefix: str
     options: Options
     report: QuantizationReport
-    names: list[str]
+    tensors: list[tuple[str, torch.dtype | None]]
     meta: str
 
     def _set_up(self, prefix: str, options: Options, report: QuantizationReport) -> None:
@@ -32,7 +32,7 @@ class _RunsW4A16:
         self.options = options
         self.report = report
         self.routes_itself = compat.cpu_router_is_internal()
-        self.names = []
+        self.tensors = []
         self.meta = ""
 
     @property
@@ -84,12 +84,20 @@ class _RunsW4A16:
         from vllm.model_executor.utils import replace_parameter
 
         renamed = {"w13": "w13_weight", "w2": "w2_weight"}
-        self.names = [renamed.get(name, name) for name in experts.tensors]
-        for name, tensor in zip(self.names, experts.tensors.values(), strict=True):
-            replace_parameter(layer, name, tensor)
-        for name in ("w13_weight", "w2_weight"):
-            if name not in self.names:
-                replace_parameter(layer, name, torch.empty(0, dtype=torch.uint8))
+        moved = compat.uses_eplb(layer)
+        self.tensors = []
+        for key, tensor in experts.tensors.items():
+            name = renamed.get(key, key)
+            # NCCL sends no 16-bit integers.
+            as_bytes = moved and tensor.dtype == torch.int16
+            replace_parameter(layer, name, tensor.view(torch.uint8) if as_bytes else tensor)
+            self.tensors.append((name, torch.int16 if as_bytes else None))
+        for name in set(renamed.values()) - {name for name, _ in self.tensors}:
+            # EPLB views every parameter as [experts, -1], which an empty one does not allow.
+            empty = torch.zeros(
+                experts.meta.num_experts, 1, dtype=torch.uint8, device=next(iter(experts.tensors.values())).device
+            )
+            replace_parameter(layer, name, empty)
         call = CallOptions(
             activation=activation,
             swiglu_alpha=_number(getattr(layer, "swiglu_alpha", None), 1.702),
@@ -109,7 +117,9 @@ class _RunsW4A16:
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Routed experts' output [M, H]; shared experts are run by vLLM's runner."""
-        tensors = [getattr(layer, name) for name in self.names]
+        tensors = [
+            getattr(layer, name) if dtype is None else getattr(layer, name).view(dtype) for name, dtype in self.tensors
+        ]
         return call_experts(x, topk_weights, topk_ids, layer.expert_map, tensors, self.meta)
 
     def apply_monolithic(
