@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,8 +29,11 @@ KINDS: dict[str, dict[str, Any]] = {"integer zero points": {"zero_point": "int"}
 Answer = dict[str, Any]
 
 
-def child(model: str, options: dict[str, Any], result: Path) -> None:
-    """Run one engine in this process and write its log-probabilities; the plugin only where options ask for it."""
+def child(model: str, options: dict[str, Any], log: Path, result: Path) -> None:
+    """Run one engine and write its log-probabilities; the plugin only where options ask for it."""
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     if options.get("quantization") == "w4a16-grouped":
         from vllm_ext.plugin import register
 
@@ -38,6 +41,8 @@ def child(model: str, options: dict[str, Any], result: Path) -> None:
     import torch
     from vllm import LLM, SamplingParams
 
+    if torch.cuda.is_available():
+        options = {"attention_backend": "TRITON_ATTN", **options}
     generator = torch.Generator().manual_seed(0)
     prompts = [{"prompt_token_ids": torch.randint(0, 256, (n,), generator=generator).tolist()} for n in LENGTHS]
     llm = LLM(
@@ -45,7 +50,6 @@ def child(model: str, options: dict[str, Any], result: Path) -> None:
         skip_tokenizer_init=True,
         max_model_len=512,
         max_num_seqs=8,
-        attention_backend="TRITON_ATTN",
         gpu_memory_utilization=0.1,
         kv_cache_memory_bytes=1 << 30,  # engines side by side would count each other as used
         **options,
@@ -55,7 +59,8 @@ def child(model: str, options: dict[str, Any], result: Path) -> None:
     for output in llm.generate(prompts, sampling, use_tqdm=False):
         pairs = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[1:]
         found += [entry[token].logprob for token, entry in pairs]
-    result.write_text(json.dumps({"log_probs": found, "plugin": "vllm_ext" in sys.modules}))
+    plugin = "vllm_ext.plugin" in sys.modules
+    result.write_text(json.dumps({"log_probs": found, "plugin": plugin}))
 
 
 def write_checkpoints(folder: Path) -> dict[str, Path]:
@@ -74,7 +79,9 @@ def write_checkpoints(folder: Path) -> dict[str, Path]:
         command = [str(found["bf16"]), str(exported), "--quiet", "--format", "compressed-tensors", *flags]
         if quantize_main(command):
             raise RuntimeError(f"exported_checkpoint: exporting with {kind} failed")
-        scheme = Scheme(**keys)
+        config = json.loads((exported / "config.json").read_text())["quantization_config"]
+        group = config["config_groups"]["group_0"]["weights"]["group_size"]
+        scheme = Scheme(**keys, group_size_w13=group, group_size_w2=group)
         shutil.copytree(found["bf16"], dense)
         for file in dense.glob("*.safetensors"):
             tensors = load_file(file)
@@ -88,30 +95,30 @@ def write_checkpoints(folder: Path) -> dict[str, Path]:
 
 
 def run_engines(jobs: dict[str, tuple[Path, dict[str, Any]]], folder: Path, timeout: float) -> dict[str, Answer]:
-    """Start every engine at once, each in its own process; a failed one answers {"error": its last lines}."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_PLUGINS": "",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "HF_HUB_OFFLINE": "1",
-    }
+    """Start every engine at once; a failed one answers {"error": its last lines}.
+
+    They are forked from this process once it has imported vLLM, which takes longer than everything else they do.
+    """
+    import torch
+
+    torch.set_num_threads(1)  # a pool of threads would not survive the fork
+    from vllm import LLM, SamplingParams  # noqa: F401
+
+    context = multiprocessing.get_context("fork")
     started = {}
     for index, (name, (model, options)) in enumerate(jobs.items()):
-        command = [sys.executable, __file__, "--child", str(model), json.dumps(options), f"{folder}/{index}.json"]
-        with (folder / f"{index}.log").open("w") as log:
-            process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        started[name] = (process, folder / f"{index}.log", folder / f"{index}.json")
+        log, result = folder / f"{index}.log", folder / f"{index}.json"
+        process = context.Process(target=child, args=(str(model), options, log, result))
+        process.start()
+        started[name] = (process, log, result)
     deadline = time.monotonic() + timeout
     answers: dict[str, Answer] = {}
-    for name, (process, log_file, result) in started.items():
-        try:
-            process.wait(max(1.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+    for name, (process, log, result) in started.items():
+        process.join(max(1.0, deadline - time.monotonic()))
+        if process.exitcode is None:
             process.kill()
-            process.wait()
-        text = log_file.read_text(errors="replace")
+            process.join()
+        text = log.read_text(errors="replace")
         answers[name] = json.loads(result.read_text()) if result.exists() else {"error": text[-2500:]}
         kernels = {line.split("] ")[-1] for line in text.splitlines() if "MoE" in line and "arlin" in line}
         answers[name]["kernels"] = sorted(kernels)[:3]
@@ -131,14 +138,18 @@ def compare(one: Answer, other: Answer) -> dict[str, Any]:
 
 def main() -> int:
     """Command line; see the module."""
-    if sys.argv[1:2] == ["--child"]:
-        child(sys.argv[2], json.loads(sys.argv[3]), Path(sys.argv[4]))
-        return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compiled", action="store_true", help="torch.compile and CUDA graphs instead of eager")
     parser.add_argument("--out", type=Path, help="also write the result, with the machine's description, here")
     parser.add_argument("--timeout", type=float, default=150, help="seconds for all engines together")
     args = parser.parse_args()
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_PLUGINS": "",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     eager = {"enforce_eager": not args.compiled}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
