@@ -17,7 +17,7 @@ help:
 	@echo 'make test          run the tests (ARGS="tests/ops -x" for some of them)'
 	@echo 'make lint          ruff and mypy'
 	@echo 'make gpu-check     run the checks of benchmarks/gpu_checks on this machine'"'"'s CUDA device'
-	@echo 'make ascend-check  compile the Ascend C kernels against the CANN in ASCEND_HOME_PATH'
+	@echo 'make ascend-check  compile the Ascend C kernels with the CANN in ASCEND_HOME_PATH, compare the NPU with the simulator'
 	@echo 'make clean         remove .venv, .demo and caches'
 
 venv:
@@ -42,6 +42,7 @@ gpu-check:
 
 ascend-check:
 	@$(PYTHON) tools/ascend_check.py
+	@$(PYTHON) tools/ascend_smoke.py
 
 clean: demo-stop
 	rm -rf .venv .demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

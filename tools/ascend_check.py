@@ -16,23 +16,14 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "csrc_ascend" / "binding")]
+
+from cann import find_compiler  # noqa: E402
 
 from vllm_ext.ha_npu.kernel_header import write_kernel_headers  # noqa: E402
 
 KERNELS = ROOT / "csrc_ascend" / "kernels"
 DEFAULT_ARCH = "dav-2002"  # 310P
-
-
-def find_compiler(home: Path) -> Path | None:
-    """bisheng inside a CANN installation, None when it has none."""
-    places = (
-        "bin/bisheng",
-        "compiler/ccec_compiler/bin/bisheng",
-        "ccec_compiler/bin/bisheng",
-        "tools/bisheng/bin/bisheng",
-    )
-    return next((home / place for place in places if (home / place).is_file()), None)
 
 
 def compile_command(compiler: Path, arch: str, source: Path, target: Path) -> list[str]:

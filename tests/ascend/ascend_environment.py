@@ -126,11 +126,12 @@ def sources_digest() -> str:
 
 
 def build_environment(cann: Path) -> dict[str, str]:
-    """Of setup.py with the fake CANN: 310P only, little optimisation, as a test's patience asks for."""
+    """Of setup.py with the fake CANN: both targets, host code with little optimisation, to keep a test short."""
     return {
         **os.environ,
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
         "ASCEND_HOME_PATH": str(cann),
-        "VLLM_EXT_ASCEND_TARGETS": "dav-2002",
+        "VLLM_EXT_ASCEND_TARGETS": "dav-2002,dav-3002",
         "PYTHONPATH": str(torch_npu_folder()),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "CXXFLAGS": "-O1",
@@ -139,20 +140,26 @@ def build_environment(cann: Path) -> dict[str, str]:
 
 
 def built_extension() -> Path:
-    """Folder with `lib*.so` (the stub), `cann` and `vllm_ext/_ascend*.so`, built by setup.py once for these sources."""
+    """Folder with `lib*.so` (the stub), `cann`, the wheel that setup.py made of these sources once, and its object
+    `vllm_ext/_ascend*.so`.
+    """
     folder = CACHE / "built" / sources_digest()
     if not (folder / "complete").exists():
+        if missing := [tool for tool in ("gcc", "g++", "nm") if shutil.which(tool) is None]:
+            pytest.skip(f"building the binding needs {', '.join(missing)}")
         shutil.rmtree(folder.parent, ignore_errors=True)
         stub_libraries(folder)
         cann = fake_cann(folder / "cann")
         shutil.copytree(folder, cann / "lib64", ignore=lambda at, names: [n for n in names if not n.endswith(".so")])
-        command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(folder)]
-        command += ["--build-temp", str(folder / "temporary")]
+        command = [sys.executable, "setup.py", "-q", "build", "--build-base", str(folder / "temporary")]
+        command += ["bdist_wheel", "--dist-dir", str(folder), "--bdist-dir", str(folder / "temporary" / "wheel")]
         result = subprocess.run(
             command, cwd=ROOT, env=build_environment(cann), capture_output=True, text=True, timeout=600, check=False
         )
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
         shutil.rmtree(folder / "temporary")
+        with zipfile.ZipFile(next(folder.glob("*.whl"))) as archive:
+            archive.extractall(folder, [name for name in archive.namelist() if "/_ascend" in name])
         (folder / "complete").touch()
     return folder
 
@@ -167,7 +174,7 @@ def run_checks(script: str, *, path: Iterable[Path] = (), timeout: int = 240, **
     """Run a script of checks beside real torch_npu and the stub: name of a check to "" or its traceback."""
     built = built_extension()
     (library,) = (built / "vllm_ext").glob("_ascend*.so")
-    folders = [ROOT, *path, torch_npu_folder(), HERE]
+    folders = [ROOT, *path, torch_npu_folder(), HERE, ROOT / "tools"]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, folders)),

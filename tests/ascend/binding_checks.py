@@ -87,7 +87,7 @@ def check_schemas_are_registered_for_cpu_npu_and_tracing() -> None:
         assert [argument.name for argument in schema.arguments] == list(arguments(op)), schema
         for key in ("CPU", "PrivateUse1", "Meta"):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(name, key), (name, key)
-    assert extension.compiled_targets() == ("dav-2002",)
+    assert extension.compiled_targets() == ("dav-2002", "dav-3002")
 
 
 def check_cpu_tensors_run_the_simulator_through_the_host_code() -> None:
@@ -119,11 +119,7 @@ def check_npu_tensors_give_the_simulators_bits() -> None:
     """The compiled launch code behind torch_npu's dispatch, allocator and task queue: same bits as on CPU tensors."""
     for op in ("gdn", "kda"):
         here = arguments(op)
-        there = {
-            name: value.to("npu") if isinstance(value, torch.Tensor) and name not in ("tasks", "launches") else value
-            for name, value in here.items()
-        }
-        results = operator(op)(**there)
+        results = operator(op)(**on_npu(here))
         torch.npu.synchronize()
         for result, expected in zip(results, operator(op)(**here), strict=True):
             assert result.device.type == "npu"
@@ -145,11 +141,7 @@ def check_three_tier_launches_reach_the_npu() -> None:
         for got, alone in zip(expected, operator(op)(**arguments(op)), strict=True):
             # The tiers sum in the same order; only where a state is read back in FP16 may the last bit differ.
             assert (got.float() - alone.float()).abs().max() <= 2e-2, op
-        there = {
-            name: value.to("npu") if isinstance(value, torch.Tensor) and name not in ("tasks", "launches") else value
-            for name, value in here.items()
-        }
-        for result, wanted in zip(operator(op)(**there), expected, strict=True):
+        for result, wanted in zip(operator(op)(**on_npu(here)), expected, strict=True):
             assert torch.equal(result.cpu(), wanted), op
 
 
@@ -224,13 +216,23 @@ def check_host_refuses_a_table_that_leaves_the_tensors() -> None:
 
 
 def check_a_target_that_was_not_compiled_is_named() -> None:
-    """A 310B object asked of a 310P build: what to build with."""
-    there = {
+    """A chip whose kernels this build lacks: what to build with."""
+    extension._chip_of.cache_clear()
+    compiled = extension.compiled_targets
+    extension.compiled_targets = lambda: ("dav-2002",)
+    try:
+        assert "VLLM_EXT_ASCEND_TARGETS=dav-3002" in extension._chip_of("Ascend310B4")[1]
+    finally:
+        extension.compiled_targets = compiled
+        extension._chip_of.cache_clear()
+
+
+def on_npu(call: dict[str, Any]) -> dict[str, Any]:
+    """The same call on the stub's NPU; its tables stay on the CPU, where the host code reads them."""
+    return {
         name: value.to("npu") if isinstance(value, torch.Tensor) and name not in ("tasks", "launches") else value
-        for name, value in arguments("gdn", chip="310b4").items()
+        for name, value in call.items()
     }
-    with pytest.raises(RuntimeError, match="VLLM_EXT_ASCEND_TARGETS=dav-3002"):
-        OPS.ascend_gdn_prefill(**there)
 
 
 def check_the_backend_says_what_it_serves() -> None:
@@ -246,7 +248,42 @@ def check_the_backend_says_what_it_serves() -> None:
     assert "--dtype float16" in reason
 
 
+def check_the_smoke_script_compares_and_reports() -> None:
+    """`make ascend-check` on the stub: every prefill as the simulator computes it, and a row that says why experts
+    fail, whose operators the stub lacks.
+    """
+    import ascend_smoke
+
+    rows = [
+        ascend_smoke.attempt(case, "prefill", ascend_smoke.prefill_row, torch.device("npu", 0))
+        for case in ascend_smoke.PREFILLS
+        if sum(case[1]) < 300
+    ]
+    assert [row.status for row in rows] == ["ok"] * 4, ascend_smoke.table(rows)
+    assert all(row.equal_share == 1.0 and row.difference == 0.0 for row in rows), ascend_smoke.table(rows)
+    failed = ascend_smoke.attempt(ascend_smoke.EXPERTS[0], "experts", ascend_smoke.experts_row, torch.device("npu", 0))
+    assert failed.status == "FAILED"
+    assert failed.reason
+    text = ascend_smoke.table([*rows, failed])
+    assert text.count("| ok |") == 4
+    assert "experts: " in text
+
+
 def check_no_triton_can_have_been_imported() -> None:
     """Everything above ran where importing Triton fails, as it does on a 310P."""
     with pytest.raises(ImportError):
         import triton  # noqa: F401
+
+
+def check_a_failed_launch_is_an_error() -> None:
+    """Not a result nobody computed: here the stand-in compiler's 310B kernels, which always fail.
+
+    The last check: torch_npu's queue does not recover from an error.
+    """
+
+    def run() -> None:
+        OPS.ascend_gdn_prefill(**on_npu(arguments("gdn", chip="310b4")))
+        torch.npu.synchronize()
+
+    with pytest.raises(RuntimeError):
+        run()

@@ -25,7 +25,7 @@ class _RunsOnAscend:
     """What both methods change for vLLM-Ascend's layer (0.23.0, `AscendFusedMoE` and `AscendFusedMoE310`)."""
 
     prefix: str
-    names: list[str]
+    tensors: list[tuple[str, torch.dtype | None]]
     meta: str
     tid2eid: Any = None
 
@@ -134,14 +134,13 @@ class _RunsOnAscend:
             # A profile run's tokens are all alike; spread over all experts they take the memory that real ones do.
             spread = torch.rand(topk_ids.shape[0], logical, device=topk_ids.device)
             topk_ids = torch.argsort(spread, dim=1)[:, : topk_ids.shape[1]]
-        tensors = {name: getattr(layer, name) for name in self.names}
         return _EXTRA_CTX.moe_comm_method.fused_experts(
             fused_experts_input=build_fused_experts_input(
                 hidden_states=x,
                 topk_weights=topk_weights.to(x.dtype),
                 topk_ids=topk_ids.to(torch.int32),
-                w1=tensors["w13_weight"],
-                w2=tensors["w2_weight"],
+                w1=layer.w13_weight,
+                w2=layer.w2_weight,
                 quant_type=QuantType.W4A16,
                 dynamic_eplb=False,
                 expert_map=expert_map,
@@ -151,10 +150,10 @@ class _RunsOnAscend:
                 log2phy=log2phy,
                 pertoken_scale=pertoken_scale,
                 activation=activation,
-                w1_scale=tensors["w13_scale"],
-                w2_scale=tensors["w2_scale"],
-                w1_offset=tensors["w13_offset"],
-                w2_offset=tensors["w2_offset"],
+                w1_scale=layer.w13_scale,
+                w2_scale=layer.w2_scale,
+                w1_offset=layer.w13_offset,
+                w2_offset=layer.w2_offset,
             )
         )
 
@@ -163,7 +162,8 @@ class _RunsOnAscend:
         from vllm_ascend.ops.fused_moe.moe_comm_method import FusedExpertsResult
 
         topk_weights, topk_ids = select_experts(**routing, global_num_experts=num_experts)
-        tensors = [getattr(layer, name) for name in self.names]
+        # Types change for experts that move between ranks only, and here none do.
+        tensors = [getattr(layer, name) for name, _ in self.tensors]
         routed = call_experts(routing["hidden_states"], topk_weights, topk_ids, expert_map, tensors, self.meta)
         return FusedExpertsResult(routed_out=routed)
 
