@@ -20,20 +20,16 @@ __aicore__ inline void DrainBursts(const LocalTensor<T>& dst, const FloatTile& s
     fix.srcStride = (params.blockLen + params.srcStride) * kTile;
     fix.dstStride = params.blockLen * (kSquare * sizeof(T) / 32) + params.dstStride;
     fix.quantPre = sizeof(T) == 2 ? QuantMode_t::F322F16 : QuantMode_t::NoQuant;
-    HA_ORDER(V_FIX);
-    Fixpipe<T, CFG_NZ>(dst, src, fix);
-    HA_ORDER(FIX_V);
+    // No event joins V and FIX; M does.
+    HA_ORDER(V_M);
+    HA_ORDER(M_FIX);
+    Fixpipe<T, float, CFG_NZ>(dst, src, fix);
+    HA_ORDER(FIX_M);
+    HA_ORDER(M_V);
 #else
     DataCopyEnhancedParams matrix;
     matrix.blockMode = BlockMode::BLOCK_MODE_MATRIX;
     DataCopy(dst, src, params, matrix);
-#endif
-}
-
-// Products that share their place in L0C with earlier ones wait until those are out.
-__aicore__ inline void BeforeSharedProduct() {
-#if __CCE_AICORE__ == 300
-    HA_ORDER(V_M);
 #endif
 }
 

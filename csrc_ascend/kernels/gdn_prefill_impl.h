@@ -268,7 +268,6 @@ __aicore__ inline void GdnPrefill::UpdateState() {
         LoadRight(state_right_, tail_values_, kChunkTiles, value_tiles_);
     }
     HA_ORDER(MTE1_M);
-    BeforeSharedProduct();
     Multiply(change_, kq_left_, state_right_, rows, strips, kChunkTiles);
     if (Splits()) AddLowChange(rows, strips);
     for (int32_t first = 0; first < strips; first += step) {

@@ -226,7 +226,6 @@ __aicore__ inline void KdaPrefill::UpdateState(int32_t chunk, bool more) {
         if (!Outputs()) LoadRight(value_right_, new_values_, kChunkTiles, value_tiles_);
     }
     HA_ORDER(MTE1_M);
-    BeforeSharedProduct();
     // [K, V]: V' is the right operand here too, and after Output it still lies in L0B.
     Multiply(change_, kq_left_, shape_.state_v_first ? state_right_ : value_right_, rows / kTile, strips, kChunkTiles);
     HA_ORDER(M_V);

@@ -8,7 +8,7 @@ namespace vllm_ext {
 
 // A tile at the place the plan gives it (`vllm-ext plan --strategy ha-npu-kernel --emit-header`).
 template <typename T, TPosition position, typename Place>
-__aicore__ inline LocalTensor<T> TileAt(const TBuf<position>& buffer, const Place& place) {
+__aicore__ inline LocalTensor<T> TileAt(TBuf<position>& buffer, const Place& place) {
     return buffer.template GetWithOffset<T>(place.bytes / sizeof(T), place.offset);
 }
 

@@ -256,9 +256,10 @@ void Narrow(T* out, const float* values, uint32_t count) {
 }  // namespace sim
 
 // L0C to UB (m300) or GM (m300, c220), row major or NZ, float or rounded to half.
-template <typename T, const FixpipeConfig& config = CFG_ROW_MAJOR>
-void Fixpipe(const LocalTensor<T>& dst, const LocalTensor<float>& src, const FixpipeParamsV220& params, Site at = Site::Here()) {
+template <typename T, typename U, const FixpipeConfig& config = CFG_ROW_MAJOR>
+void Fixpipe(const LocalTensor<T>& dst, const LocalTensor<U>& src, const FixpipeParamsV220& params, Site at = Site::Here()) {
     sim::Core& core = *sim::current;
+    static_assert(std::is_same<U, float>::value, "L0C holds float");
     core.Begin(PIPE_FIX, at, "Fixpipe L0C to UB");
     core.RequireApi(core.chip.fixpipe_to_ub, "Fixpipe to UB");
     src.CheckPlace(Hardware::L0C, "the source");
@@ -279,8 +280,8 @@ void Fixpipe(const LocalTensor<T>& dst, const LocalTensor<float>& src, const Fix
     }
     core.counters.l0c_to_ub_bytes += uint64_t{params.mSize} * params.nSize * 4;
 }
-template <typename T, const FixpipeConfig& config = CFG_ROW_MAJOR>
-void Fixpipe(const GlobalTensor<T>& dst, const LocalTensor<float>& src, const FixpipeParamsV220& params, Site at = Site::Here()) {
+template <typename T, typename U, const FixpipeConfig& config = CFG_ROW_MAJOR>
+void Fixpipe(const GlobalTensor<T>& dst, const LocalTensor<U>& src, const FixpipeParamsV220& params, Site at = Site::Here()) {
     sim::Core& core = *sim::current;
     core.Begin(PIPE_FIX, at, "Fixpipe L0C to GM");
     core.RequireApi(core.chip.fixpipe_to_gm, "Fixpipe to GM");

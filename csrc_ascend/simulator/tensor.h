@@ -108,11 +108,11 @@ template <TPosition position = TPosition::VECCALC>
 class TBuf {
   public:
     template <typename T>
-    LocalTensor<T> Get() const {
+    LocalTensor<T> Get() {
         return LocalTensor<T>(GetPhyType(position), begin_, begin_, end_);
     }
     template <typename T>
-    LocalTensor<T> GetWithOffset(uint32_t count, uint32_t byte_offset, Site site = Site::Here()) const {
+    LocalTensor<T> GetWithOffset(uint32_t count, uint32_t byte_offset, Site site = Site::Here()) {
         const uint32_t shrunk = sim::current->Faulty("view", site, ++sim::current->views) ? 32 : 0;
         const uint32_t at = begin_ + byte_offset, end = at + count * static_cast<uint32_t>(sizeof(T)) - shrunk;
         if (end > end_)

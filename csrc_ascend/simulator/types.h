@@ -103,7 +103,7 @@ constexpr int kEventIds = 8;
 
 enum class HardEvent : uint8_t {
     MTE2_MTE1, MTE1_MTE2, MTE2_V, V_MTE2, MTE3_V, V_MTE3, M_V, V_M, MTE1_M, M_MTE1, MTE3_MTE2, MTE2_MTE3, MTE3_MTE1,
-    MTE1_MTE3, V_MTE1, MTE1_V, M_FIX, FIX_M, FIX_V, V_FIX, FIX_MTE3, FIX_MTE2, S_V, V_S, S_MTE2, MTE2_S, S_MTE3, MTE3_S,
+    MTE1_MTE3, V_MTE1, MTE1_V, M_FIX, FIX_M, FIX_MTE3, FIX_MTE2, S_V, V_S, S_MTE2, MTE2_S, S_MTE3, MTE3_S,
     COUNT
 };
 
@@ -120,7 +120,7 @@ inline EventPipes PipesOf(HardEvent event) {
         {PIPE_M, PIPE_MTE1, "M_MTE1"},       {PIPE_MTE3, PIPE_MTE2, "MTE3_MTE2"}, {PIPE_MTE2, PIPE_MTE3, "MTE2_MTE3"},
         {PIPE_MTE3, PIPE_MTE1, "MTE3_MTE1"}, {PIPE_MTE1, PIPE_MTE3, "MTE1_MTE3"}, {PIPE_V, PIPE_MTE1, "V_MTE1"},
         {PIPE_MTE1, PIPE_V, "MTE1_V"},       {PIPE_M, PIPE_FIX, "M_FIX"},         {PIPE_FIX, PIPE_M, "FIX_M"},
-        {PIPE_FIX, PIPE_V, "FIX_V"},         {PIPE_V, PIPE_FIX, "V_FIX"},         {PIPE_FIX, PIPE_MTE3, "FIX_MTE3"},
+        {PIPE_FIX, PIPE_MTE3, "FIX_MTE3"},
         {PIPE_FIX, PIPE_MTE2, "FIX_MTE2"},   {PIPE_S, PIPE_V, "S_V"},             {PIPE_V, PIPE_S, "V_S"},
         {PIPE_S, PIPE_MTE2, "S_MTE2"},       {PIPE_MTE2, PIPE_S, "MTE2_S"},       {PIPE_S, PIPE_MTE3, "S_MTE3"},
         {PIPE_MTE3, PIPE_S, "MTE3_S"}};

@@ -70,12 +70,12 @@ class Planned {
     __aicore__ inline void SolveRows(const StepRow& s);
 
     __aicore__ inline bool IsVector(const StepRow& s) const { return s.rows == 1 || s.columns == 1; }
-    __aicore__ inline FloatTile Ub(int32_t bytes) const { return ub_.Get<float>()[bytes / 4]; }
-    __aicore__ inline HalfTile L1(int32_t bytes) const { return l1_.Get<half>()[bytes / 2]; }
-    __aicore__ inline FloatTile L0c(int32_t bytes) const { return l0c_.Get<float>()[bytes / 4]; }
+    __aicore__ inline FloatTile Ub(int32_t bytes) { return ub_.Get<float>()[bytes / 4]; }
+    __aicore__ inline HalfTile L1(int32_t bytes) { return l1_.Get<half>()[bytes / 2]; }
+    __aicore__ inline FloatTile L0c(int32_t bytes) { return l0c_.Get<float>()[bytes / 4]; }
     // The queue of FP16 tiles: free between two steps, so it serves every step as scratch.
-    __aicore__ inline FloatTile Scratch() const { return ub_.Get<float>(); }
-    __aicore__ inline HalfTile HalfScratch() const { return ub_.Get<half>(); }
+    __aicore__ inline FloatTile Scratch() { return ub_.Get<float>(); }
+    __aicore__ inline HalfTile HalfScratch() { return ub_.Get<half>(); }
     __aicore__ inline void Settle() const { PipeBarrier<PIPE_ALL>(); }
     // Where a step's tile lies in global memory: elements of its type from the workspace's or the tensor's begin.
     template <typename T>
