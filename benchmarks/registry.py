@@ -31,6 +31,10 @@ BENCHMARKS = {
         "what the simulated Ascend C kernels move, beside the plan and the paper",
     ),
     "fused": ("vllm_ext.benchmarks.fused_ops:BENCHMARK", "fused operations against torch and torch.compile"),
+    "linear-attention": (
+        "vllm_ext.benchmarks.linear_attention:BENCHMARK",
+        "GDN and KDA prefill on a GPU against fla-core and FlashQLA",
+    ),
     "moe": (
         "vllm_ext.benchmarks.moe:BENCHMARK",
         "4-bit experts on a GPU against vLLM's Marlin, WNA16 and BF16 experts",

@@ -1,0 +1,81 @@
+"""The linear-attention kernels compiled, without a GPU, for the capabilities they are made for."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from vllm_ext.ops.linear_attention.triton.prepare_gdn import prepare_gdn_kernel
+from vllm_ext.ops.linear_attention.triton.prepare_kda import prepare_kda_kernel
+from vllm_ext.ops.linear_attention.triton.recurrence import recurrence_kernel
+from vllm_ext.ops.linear_attention.triton.segments import compose_kernel
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Triton interprets in this process", allow_module_level=True)
+
+COMMON = {"K": 128, "PACKED": True}
+STATE = {"V": 128, "V_FIRST": True}
+FP32 = ("factors", "decays", "g", "initial_state", "final_state", "carries")
+NARROW = ("q", "k", "v", "beta", "inverse", "scores", "keys", "queries", "tails", "o")
+KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "prepare_gdn": (prepare_gdn_kernel, {"GROUP": 1, "NORMALISE": True}),
+    "prepare_kda": (prepare_kda_kernel, {"NORMALISE": True}),
+    "recurrence": (
+        recurrence_kernel,
+        {**STATE, "BV": 64, "KDA": False, "TRANSITION": False, "STAGES": 3, "tails": None, "carries": None},
+    ),
+    "transition": (recurrence_kernel, {**STATE, "BV": 64, "KDA": True, "TRANSITION": True, "STAGES": 3}),
+    "compose": (compose_kernel, {**STATE, "BV": 16}),
+}
+
+
+def compile_kernel(name: str, capability: int, narrow: str = "bf16") -> Any:
+    kernel, constants = KERNELS[name]
+    taken = {key: value for key, value in COMMON.items() if key in kernel.arg_names} | constants
+    pointers = {"cu_seqlens": "*i32", **dict.fromkeys(FP32, "*fp32"), **dict.fromkeys(NARROW, f"*{narrow}")}
+    signature = {
+        arg: "constexpr" if arg in taken else pointers.get(arg, "fp32" if arg == "scale" else "i32")
+        for arg in kernel.arg_names
+    }
+    places = {arg: (place,) for place, arg in enumerate(kernel.arg_names)}
+    aligned = [arg for arg in kernel.arg_names if signature[arg].startswith("*") or re.match("[qkv]_", arg)]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={places[arg]: value for arg, value in taken.items()},
+        attrs={places[arg]: [["tt.divisibility", 16]] for arg in aligned},
+    )
+    warps = 8 if name == "prepare_kda" else 4
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_linear_attention_kernels_compile_without_atomics(name: str, capability: int) -> None:
+    """Equal inputs must give equal bits, so nothing may be added up in the order in which programs happen to run."""
+    ptx = compile_kernel(name, capability).asm["ptx"]
+    assert "mma" in ptx
+    assert not re.search(r"\batom\.|\bred\.", ptx)
+
+
+def test_the_state_stays_in_registers_from_product_to_product() -> None:
+    """The recurrence's time is the chain of its products: through shared memory each link costs a store and a barrier.
+
+    Every tensor-core product of the loop takes its left operand from registers, and is waited for within the iteration
+    (Triton 3.6 once let products run on while their operands were overwritten).
+    """
+    ir = compile_kernel("recurrence", 90).asm["ttgir"]
+    loop = max(re.findall(r"scf\.for.*?scf\.yield", ir, re.S), key=lambda body: body.count("warp_group_dot "))
+    dots = re.findall(r"ttng\.warp_group_dot [^\n]*: (\S+)", loop)
+    assert len(dots) == 5
+    assert all(operand.startswith("tensor<") for operand in dots)
+    assert re.findall(r"warp_group_dot_wait .*?pendings = (\d+)", loop)[-1] == "0"

@@ -1,0 +1,24 @@
+"""Runs the tests of the linear-attention Triton kernels in a process where Triton interprets from its import on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+KERNEL_TESTS = Path(__file__).with_name("test_linear_attention_triton_kernels.py")
+
+
+def test_linear_attention_kernels_through_the_interpreter() -> None:
+    """In one process with other tests, whoever imports Triton first would decide for all."""
+    command = [sys.executable, "-m", "pytest", "--no-header", "-p", "no:cacheprovider", str(KERNEL_TESTS)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout

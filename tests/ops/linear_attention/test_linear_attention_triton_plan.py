@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from vllm_ext.ops.linear_attention.triton.plan import COLUMNS, HEAD, SEGMENTS, map_prefill
+from vllm_ext.ops.linear_attention.triton.slots import slot_count
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 300), max_size=12), st.sampled_from([64, 128, 640]))
+def test_units_of_packed_sequences_have_slots_of_their_own(lengths: list[int], unit: int) -> None:
+    """The host sizes workspaces without reading offsets, so places must follow from a sequence's own offset alone."""
+    bounds = [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + length)
+    slots = [
+        begin // unit + n + place
+        for n, (begin, end) in enumerate(pairwise(bounds))
+        for place in range(max(1, -(-(end - begin) // unit)))
+    ]
+    assert slots == sorted(set(slots))
+    assert not slots or slots[-1] < slot_count(bounds[-1], len(lengths), True, unit)
+
+
+def test_tiers_follow_heads_and_length() -> None:
+    """Whole heads where a block holds one, columns where heads are few, segments where sequences are long as well."""
+    assert map_prefill(2048, 1, 32, 64, 64, 132).tier == HEAD
+    assert map_prefill(2048, 1, 32, 128, 128, 132).tier == COLUMNS
+    assert map_prefill(32768, 1, 64, 128, 128, 132).segment_chunks is None
+    long = map_prefill(32768, 1, 8, 128, 128, 132)
+    assert long.tier == SEGMENTS
+    assert long.segment_chunks is not None
+    assert 512 // 32 <= long.segment_chunks <= 512 // 2
+    assert map_prefill(0, 3, 8, 128, 128, 132).segment_chunks is None
+
+
+@pytest.mark.parametrize("change", [{"num_sequences": 0}, {"value_heads": 0}, {"num_tokens": -1}])
+def test_impossible_sizes_are_refused(change: dict[str, int]) -> None:
+    sizes = {"num_tokens": 64, "num_sequences": 1, "value_heads": 4, "key_dim": 64, "value_dim": 64}
+    with pytest.raises(ValueError, match="cannot map"):
+        map_prefill(**{**sizes, **change}, multiprocessors=132)

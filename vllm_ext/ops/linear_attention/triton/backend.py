@@ -1,0 +1,298 @@
+"""The Triton backend: one launch prepares every chunk, one carries the state through them; two more for segments.
+
+Nothing is read back to the host, so a call can be captured in a CUDA graph; nothing is added atomically, so equal
+inputs give equal bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import triton
+
+from vllm_ext.ops.linear_attention.problem import Call, Problem
+from vllm_ext.ops.linear_attention.triton.plan import CHUNK, Mapping, map_prefill
+from vllm_ext.ops.linear_attention.triton.prepare_gdn import prepare_gdn_kernel
+from vllm_ext.ops.linear_attention.triton.prepare_kda import prepare_kda_kernel
+from vllm_ext.ops.linear_attention.triton.recurrence import recurrence_kernel
+from vllm_ext.ops.linear_attention.triton.segments import compose_kernel
+from vllm_ext.ops.linear_attention.triton.slots import slot_count
+
+NAME = "triton"
+MINIMUM_CAPABILITY = (8, 0)
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_SIZES = (16, 32, 64, 128, 256)
+_FACTOR_ROWS = 4
+_COMPOSE_COLUMNS = 16
+# Of a thread, without and with L2 norms: four or three programs on a multiprocessor.
+_PREPARE_REGISTERS = {False: 128, True: 168}
+_INTERPRETED_MULTIPROCESSORS = 4
+
+
+def interpreting() -> bool:
+    """True under TRITON_INTERPRET=1: kernels run on the CPU, for tests."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def usable(device: torch.device) -> tuple[bool, str]:
+    """CUDA devices from compute capability 8.0; any device under Triton's interpreter."""
+    if interpreting():
+        return True, "Triton's interpreter, for tests only"
+    if device.type != "cuda":
+        return False, f"Triton kernels need a CUDA device, not {device.type!r} (TRITON_INTERPRET=1 runs them for tests)"
+    if not torch.cuda.is_available():
+        return False, "torch sees no CUDA device"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MINIMUM_CAPABILITY:
+        return False, f"compute capability {capability} is below {MINIMUM_CAPABILITY}"
+    return True, f"{torch.cuda.get_device_name(device)}, compute capability {capability[0]}.{capability[1]}"
+
+
+def supports(problem: Problem) -> tuple[bool, str]:
+    """16-bit operands and head sizes that fill tensor-core tiles."""
+    if problem.dtype not in DTYPES:
+        return False, f"q, k, v are {problem.dtype}; the Triton kernels take bfloat16 and float16"
+    for what, size in (("K", problem.key_dim), ("V", problem.value_dim)):
+        if size not in HEAD_SIZES:
+            return False, f"{what}={size} is not one of the head sizes {', '.join(map(str, HEAD_SIZES))}"
+    return True, ""
+
+
+def chunk_gated_delta_rule(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See `interface.chunk_gated_delta_rule`."""
+    return run(call, "gdn")
+
+
+def chunk_kda(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See `interface.chunk_kda`."""
+    return run(call, "kda")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """num_tokens is of all sequences if packed, else of one."""
+
+    num_sequences: int
+    num_tokens: int
+    packed: bool
+    heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """What the recurrence reads of every chunk, as `recurrence_kernel` describes; tails is None for GDN."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    tails: torch.Tensor | None
+    inverse: torch.Tensor
+    scores: torch.Tensor
+    factors: torch.Tensor
+
+
+def run(call: Call, op: str, mapping: Mapping | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The call's output and final state, laid out by the planner unless a mapping is given."""
+    device = call.q.device
+    num_sequences = call.q.shape[0] if call.cu_seqlens is None else call.cu_seqlens.numel() - 1
+    sizes = Sizes(
+        num_sequences, call.q.shape[1], call.cu_seqlens is not None, call.q.shape[2], call.v.shape[2],
+        call.q.shape[3], call.v.shape[3],
+    )  # fmt: skip
+    o = torch.empty(call.v.shape, dtype=call.v.dtype, device=device)
+    final = None
+    if call.output_final_state:
+        order = (sizes.value_dim, sizes.key_dim) if call.state_v_first else (sizes.key_dim, sizes.value_dim)
+        final = torch.empty(num_sequences, sizes.value_heads, *order, dtype=torch.float32, device=device)
+    if num_sequences == 0:
+        return o, final
+    if mapping is None:
+        tokens = sizes.num_tokens if sizes.packed else sizes.num_tokens * num_sequences
+        mapping = map_prefill(
+            tokens, num_sequences, sizes.value_heads, sizes.key_dim, sizes.value_dim, _multiprocessors(device)
+        )
+    cu_seqlens = None if call.cu_seqlens is None else call.cu_seqlens.to(device, non_blocking=True).contiguous()
+    chunks = prepare(call, op, sizes, cu_seqlens)
+    recur(call, op, sizes, mapping, cu_seqlens, chunks, o, final)
+    return o, final
+
+
+@functools.lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _tokens(x: torch.Tensor) -> torch.Tensor:
+    """[B, T, heads, ..] as [B T, heads, ..] with contiguous rows; a view where it can be one."""
+    flat = x.flatten(0, 1)
+    return flat if flat.dim() == 2 or flat.stride(-1) == 1 else flat.contiguous()
+
+
+def prepare(call: Call, op: str, sizes: Sizes, cu_seqlens: torch.Tensor | None) -> Chunks:
+    """Everything about the chunks that does not read the state."""
+    q, k, g, beta = (_tokens(x) for x in (call.q, call.k, call.g, call.beta))
+    slots = slot_count(sizes.num_tokens, sizes.num_sequences, sizes.packed, CHUNK)
+    heads, dim = sizes.value_heads, sizes.key_dim
+
+    def empty(*shape: int, dtype: torch.dtype = q.dtype) -> torch.Tensor:
+        return torch.empty(slots, heads, *shape, dtype=dtype, device=q.device)
+
+    inverse, scores = empty(CHUNK, CHUNK), empty(CHUNK, CHUNK)
+    strides = (*(x.stride(0) for x in (q, k, g, beta)), *(x.stride(1) for x in (q, k, g, beta)))
+    common = {"NORMALISE": call.use_qk_l2norm_in_kernel, "PACKED": sizes.packed}
+    counts = (call.scale, sizes.num_sequences, sizes.num_tokens, heads, heads // sizes.heads)
+    if op == "gdn":
+        factors = empty(_FACTOR_ROWS, CHUNK, dtype=torch.float32)
+        group = _heads_together(slots, sizes, q.device)
+        prepare_gdn_kernel[(slots * (heads // group),)](
+            q, k, g, beta, cu_seqlens, inverse, scores, factors, *counts, *strides,
+            K=dim, GROUP=group, **common, num_warps=4,
+            maxnreg=_PREPARE_REGISTERS[call.use_qk_l2norm_in_kernel],
+        )  # fmt: skip
+        return Chunks(q, k, None, inverse, scores, factors)
+    keys, queries, tails = empty(CHUNK, dim), empty(CHUNK, dim), empty(CHUNK, dim)
+    factors = empty(dim, dtype=torch.float32)
+    prepare_kda_kernel[(slots * heads,)](
+        q, k, g, beta, cu_seqlens, inverse, scores, keys, queries, tails, factors, *counts, *strides,
+        K=dim, **common, num_warps=4,
+    )  # fmt: skip
+    return Chunks(queries, keys, tails, inverse, scores, factors)
+
+
+def _heads_together(slots: int, sizes: Sizes, device: torch.device) -> int:
+    """Value heads of one key head that one program prepares: they share its products, if programs are many anyway."""
+    group = sizes.value_heads // sizes.heads
+    return group if slots * sizes.heads >= 8 * _multiprocessors(device) else 1
+
+
+def recur(
+    call: Call,
+    op: str,
+    sizes: Sizes,
+    mapping: Mapping,
+    cu_seqlens: torch.Tensor | None,
+    chunks: Chunks,
+    o: torch.Tensor,
+    final: torch.Tensor | None,
+) -> None:
+    """Carry the state through the chunks, writing o and, if asked for, the final states."""
+    v = _tokens(call.v)
+    initial = None if call.initial_state is None else call.initial_state.contiguous()
+    segment_chunks = mapping.segment_chunks or max(1, -(-sizes.num_tokens // CHUNK))
+    slots = slot_count(sizes.num_tokens, sizes.num_sequences, sizes.packed, segment_chunks * CHUNK)
+    constants = {"K": sizes.key_dim, "V": sizes.value_dim, "PACKED": sizes.packed}
+    carries = None
+    if mapping.segment_chunks is not None:
+        carries = torch.empty(
+            slots, sizes.value_heads, sizes.value_dim + sizes.key_dim, sizes.key_dim,
+            dtype=torch.float32, device=o.device,
+        )  # fmt: skip
+
+    launch = functools.partial(
+        _launch_hopper if _hopper(o.device, sizes) else _launch_any,
+        call, op == "kda", sizes, mapping.block_columns, cu_seqlens, chunks, v, initial, carries, o, final,
+        segment_chunks, slots,
+    )  # fmt: skip
+    if carries is None:
+        launch(transition=False)
+        return
+    launch(transition=True)
+    block = min(_COMPOSE_COLUMNS, sizes.value_dim)
+    compose_kernel[(sizes.value_dim // block * sizes.value_heads * sizes.num_sequences,)](
+        carries, initial, cu_seqlens, sizes.num_tokens, sizes.value_heads, segment_chunks, BV=block,
+        V_FIRST=call.state_v_first, **constants, num_warps=4,
+    )  # fmt: skip
+    launch(transition=False)
+
+
+@functools.lru_cache(maxsize=64)
+def _hopper_module(device: torch.device) -> ModuleType | None:
+    """The kernels for compute capability 9.0, where they can run; Gluon is young, so without it there are others."""
+    if interpreting() or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    try:
+        return importlib.import_module("vllm_ext.ops.linear_attention.triton.recurrence_hopper")
+    except ImportError:
+        return None
+
+
+def _hopper(device: torch.device, sizes: Sizes) -> bool:
+    module = _hopper_module(device)
+    return module is not None and module.serves(sizes.key_dim, sizes.value_dim, sizes.num_tokens)
+
+
+def _launch_any(
+    call: Call,
+    kda: bool,
+    sizes: Sizes,
+    block: int,
+    cu_seqlens: torch.Tensor | None,
+    chunks: Chunks,
+    v: torch.Tensor,
+    initial: torch.Tensor | None,
+    carries: torch.Tensor | None,
+    o: torch.Tensor,
+    final: torch.Tensor | None,
+    segment_chunks: int,
+    slots: int,
+    transition: bool,
+) -> None:
+    columns = sizes.value_dim + sizes.key_dim if transition else sizes.value_dim
+    block = min(block, sizes.key_dim) if transition else block
+    q, k = chunks.queries, chunks.keys
+    recurrence_kernel[(columns // block * sizes.value_heads * slots,)](
+        q, k, v, chunks.tails, chunks.inverse, chunks.scores, chunks.factors, initial, carries, o, final, cu_seqlens,
+        sizes.num_sequences, sizes.num_tokens, sizes.value_heads, sizes.value_heads // sizes.heads, segment_chunks,
+        q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1),
+        K=sizes.key_dim, V=sizes.value_dim, BV=block, KDA=kda,
+        TRANSITION=transition, V_FIRST=call.state_v_first, PACKED=sizes.packed,
+        STAGES=3 if sizes.key_dim <= 128 else 2, num_warps=8 if block > 64 else 4,
+    )  # fmt: skip
+
+
+def _launch_hopper(
+    call: Call,
+    kda: bool,
+    sizes: Sizes,
+    block: int,
+    cu_seqlens: torch.Tensor | None,
+    chunks: Chunks,
+    v: torch.Tensor,
+    initial: torch.Tensor | None,
+    carries: torch.Tensor | None,
+    o: torch.Tensor,
+    final: torch.Tensor | None,
+    segment_chunks: int,
+    slots: int,
+    transition: bool,
+) -> None:
+    hopper = _hopper_module(o.device)
+    assert hopper is not None
+    columns = sizes.value_dim + sizes.key_dim if transition else sizes.value_dim
+    block = min(block, sizes.key_dim, sizes.value_dim)
+    keys = [CHUNK, sizes.key_dim]
+    if kda:
+        assert chunks.tails is not None
+        k, q, tails = (hopper.descriptor(x.flatten(0, 2), keys) for x in (chunks.keys, chunks.queries, chunks.tails))
+        factors = hopper.descriptor(chunks.factors.flatten(0, 1), [1, sizes.key_dim], swizzle=False)
+    else:
+        k, q = (hopper.descriptor(x.flatten(1), keys) for x in (chunks.keys, chunks.queries))
+        tails = k
+        factors = hopper.descriptor(chunks.factors.view(-1, _FACTOR_ROWS * CHUNK), [1, 256], swizzle=False)
+    inverse, scores = (hopper.descriptor(x.flatten(0, 2), [CHUNK, CHUNK]) for x in (chunks.inverse, chunks.scores))
+    values, out = (hopper.descriptor(x.flatten(-2), [CHUNK, CHUNK]) for x in (v, o.flatten(0, 1)))
+    groups = block // CHUNK
+    hopper.recurrence_hopper_kernel[(columns // block * sizes.value_heads * slots,)](
+        k, q, values, tails, inverse, scores, factors, out, initial, carries, final, o, cu_seqlens,
+        sizes.num_sequences, sizes.num_tokens, sizes.value_heads, sizes.value_heads // sizes.heads, segment_chunks,
+        K=sizes.key_dim, V=sizes.value_dim, GROUPS=groups, KDA=kda, TRANSITION=transition,
+        V_FIRST=call.state_v_first, PACKED=sizes.packed, STAGES=hopper.stages(sizes.key_dim, groups, kda), num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,360 @@
+"""`recurrence_kernel` for compute capability 9.0 in Gluon: the same arithmetic, with products left in flight.
+
+Tiles come by the copy engine (TMA), STAGES chunks ahead. The order of products keeps the tensor cores busy while the
+other units work on what the last one gave: a chunk's K S and Q S are started as soon as the state before it is known,
+before the output of the chunk before is taken out of its registers.
+"""
+
+# Triton's functions take tensors and compile-time values of any kind.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+CAPABILITY = (9, 0)
+KEY_DIMS = (64, 128)
+_LEAST_COLUMNS = 64
+_MOST_STAGES = 3
+_SHARED_BYTES = 227 * 1024
+_SEARCH = gl.constexpr(128)
+# One compiled kernel serves every count.
+_UNSPECIALIZED = ["num_sequences", "num_tokens", "value_heads", "heads_a_key", "segment_chunks"]
+
+
+@gluon.jit
+def _sequence(cu_seqlens, slot, num_sequences, num_tokens, unit, PACKED: gl.constexpr):
+    """`slots.locate`."""
+    if PACKED:
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        before = 0
+        for start in range(0, num_sequences, _SEARCH):
+            n = start + gl.arange(0, _SEARCH, layout)
+            begin = gl.load(cu_seqlens + n, mask=n < num_sequences, other=0).to(gl.int32)
+            before += gl.sum(((begin // unit + n <= slot) & (n < num_sequences)).to(gl.int32), 0)
+        n = before - 1
+        begin = gl.load(cu_seqlens + n).to(gl.int32)
+        length = gl.load(cu_seqlens + n + 1).to(gl.int32) - begin
+        within = slot - (begin // unit + n)
+        chunk_slot = begin // 64 + n
+    else:
+        units = gl.maximum((num_tokens + unit - 1) // unit, 1)
+        n = slot // units
+        begin = n * num_tokens
+        length = num_tokens
+        within = slot - n * units
+        chunk_slot = n * gl.maximum((num_tokens + 63) // 64, 1)
+    return n, begin, length, within, chunk_slot
+
+
+@gluon.jit
+def _zero_past(tile, count, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Zero the rows of a tile in shared memory from `count` on: what is there belongs to another sequence."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (COLUMNS // 8), COLUMNS // 8], [gl.num_warps(), 1], [1, 0])
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    value = tile.load(layout)
+    tile.store(gl.where((row < count)[:, None], value, 0.0).to(value.dtype))
+
+
+@gluon.jit
+def _produce(tiles, descriptors, barriers, place, p: gl.constexpr):
+    """Ask the copy engine for the tiles of every chunk, STAGES ahead of who reads them."""
+    k_tiles, q_tiles, v_tiles, solve_tiles, weight_tiles, tail_tiles, factor_tiles, _ = tiles
+    k, q, v, tails, inverse, scores, factors, _ = descriptors
+    ready, free = barriers
+    start, stop, begin, _, chunk_slot, head, value_heads, key_column, first_column, with_values = place
+    K: gl.constexpr = p[0]
+    V: gl.constexpr = p[1]
+    GROUPS: gl.constexpr = p[2]
+    KDA: gl.constexpr = p[3]
+    TRANSITION: gl.constexpr = p[4]
+    STAGES: gl.constexpr = p[6]
+    PAIRS: gl.constexpr = 1 if TRANSITION else 2  # of [64, K] tiles and of [64, 64] ones
+    BYTES: gl.constexpr = PAIRS * (128 * K + 8192) + (132 * K if KDA else 1024)
+    VALUE_BYTES: gl.constexpr = 8192 * GROUPS
+    for step in range(stop - start):
+        stage = step % STAGES
+        mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
+        barrier = ready.index(stage)
+        if with_values:
+            mbarrier.expect(barrier, BYTES + VALUE_BYTES)
+        else:
+            mbarrier.expect(barrier, BYTES)
+        token = begin + (start + step) * 64
+        out = (chunk_slot + start + step) * value_heads + head
+        if KDA:
+            tma.async_copy_global_to_shared(k, [out * 64, 0], barrier, k_tiles.index(stage))
+            if not TRANSITION:
+                tma.async_copy_global_to_shared(q, [out * 64, 0], barrier, q_tiles.index(stage))
+            tma.async_copy_global_to_shared(tails, [out * 64, 0], barrier, tail_tiles.index(stage))
+        else:
+            tma.async_copy_global_to_shared(k, [token, key_column], barrier, k_tiles.index(stage))
+            if not TRANSITION:
+                tma.async_copy_global_to_shared(q, [token, key_column], barrier, q_tiles.index(stage))
+        if with_values:
+            for group in gl.static_range(GROUPS):
+                at = head * V + first_column + 64 * group
+                tma.async_copy_global_to_shared(v, [token, at], barrier, v_tiles.index(stage * GROUPS + group))
+        tma.async_copy_global_to_shared(inverse, [out * 64, 0], barrier, solve_tiles.index(stage))
+        if not TRANSITION:
+            tma.async_copy_global_to_shared(scores, [out * 64, 0], barrier, weight_tiles.index(stage))
+        tma.async_copy_global_to_shared(factors, [out, 0], barrier, factor_tiles.index(stage))
+
+
+@gluon.jit
+def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr, p: gl.constexpr):
+    """Carry 64 columns of a head's state through its chunks, on four warps."""
+    k_tiles, q_tiles, v_tiles, solve_tiles, weight_tiles, tail_tiles, factor_tiles, o_tiles = tiles
+    o = descriptors[7]
+    ready, free = barriers
+    initial_state, carries, final_state, o_pointer, own, carry = pointers
+    start, stop, begin, length, _, head, value_heads, _, first_column, with_values = place
+    K: gl.constexpr = p[0]
+    V: gl.constexpr = p[1]
+    GROUPS: gl.constexpr = p[2]
+    KDA: gl.constexpr = p[3]
+    TRANSITION: gl.constexpr = p[4]
+    V_FIRST: gl.constexpr = p[5]
+    STAGES: gl.constexpr = p[6]
+    FACTORS: gl.constexpr = K if KDA else 256
+    dtype: gl.constexpr = k_tiles.dtype
+    rows_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    state_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, rows_layout, 2)
+    left_state: gl.constexpr = gl.DotOperandLayout(0, state_layout, 2)
+    per_row: gl.constexpr = gl.SliceLayout(0, rows_layout)
+    per_key: gl.constexpr = gl.SliceLayout(0, state_layout)
+    per_column: gl.constexpr = gl.SliceLayout(1, state_layout)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+
+    column = first_column + 64 * group + gl.arange(0, 64, per_column)
+    key = gl.arange(0, K, per_key)
+    at_state = column[:, None] * K + key[None, :] if V_FIRST else key[None, :] * V + column[:, None]
+    at_carry = carry + column[:, None] * K + key[None, :]
+    if TRANSITION:
+        state = gl.where(column[:, None] == key[None, :] + V, 1.0, 0.0)
+    elif carries is not None:
+        state = gl.load(carries + at_carry)
+    elif initial_state is not None:
+        state = gl.load(initial_state + own + at_state).to(gl.float32)
+    else:
+        state = gl.zeros([64, K], gl.float32, state_layout)
+    zero_rows = gl.zeros([64, 64], gl.float32, rows_layout)
+    answer = gl.zeros([64, 64], dtype, rows_layout)
+    narrow = gl.convert_layout(state.to(dtype), left)
+    o_tile = o_tiles.index(group)
+    value_column = head * V + first_column + 64 * group
+    for step in range(stop - start):
+        stage = step % STAGES
+        keys = k_tiles.index(stage)
+        values = v_tiles.index(stage * GROUPS + group)
+        token = begin + (start + step) * 64
+        left_over = length - (start + step) * 64
+        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+        if left_over < 64:
+            # What stands past the sequence's end is the next one's; 0 times its NaN would be NaN.
+            if not KDA:
+                _zero_past(keys, left_over, 64, K)
+            if with_values:
+                _zero_past(values, left_over, 64, 64)
+            fence_async_shared()
+            gl.thread_barrier()
+        read = warpgroup_mma(narrow, keys.permute((1, 0)), zero_rows, use_acc=False, is_async=True)
+        if not TRANSITION:
+            queries = q_tiles.index(stage).permute((1, 0))
+            asked = warpgroup_mma(narrow, queries, zero_rows, use_acc=False, is_async=True)
+        vector = factor_tiles.index(stage)._reinterpret(gl.float32, [FACTORS], plain)
+        if KDA:
+            decay = vector.load(per_key)[None, :]
+        else:
+            of_k = vector.slice(0, 64).load(per_row)[None, :]
+            decay = vector.slice(192, 64).load(per_column)[:, None]
+        rest = zero_rows
+        if with_values:
+            rest = values.permute((1, 0)).load(rows_layout).to(gl.float32)
+        if not TRANSITION and step > 0:
+            tma.store_wait(0)
+            gl.thread_barrier()
+            o_tile.permute((1, 0)).store(answer)
+            fence_async_shared()
+            gl.thread_barrier()
+            tma.async_copy_shared_to_global(o, [token - 64, value_column], o_tile)
+        if TRANSITION:
+            read, narrow = warpgroup_mma_wait(0, [read, narrow])
+        else:
+            read, narrow = warpgroup_mma_wait(1, [read, narrow])
+        rest = rest - read if KDA else rest - read * of_k
+        rest = gl.convert_layout(rest.to(dtype), left)
+        solve = solve_tiles.index(stage).permute((1, 0))
+        delta = warpgroup_mma(rest, solve, zero_rows, use_acc=False, is_async=True)
+        if TRANSITION:
+            delta, rest = warpgroup_mma_wait(0, [delta, rest])
+        else:
+            delta, rest, asked, narrow = warpgroup_mma_wait(0, [delta, rest, asked, narrow])
+            weighted = gl.convert_layout(delta.to(dtype), left)
+        state = state * decay
+        if KDA:
+            added = gl.convert_layout(delta.to(dtype), left_state)
+            grown = warpgroup_mma(added, tail_tiles.index(stage), state, is_async=True)
+        else:
+            tail = vector.slice(128, 64).load(per_row)[None, :]
+            added = gl.convert_layout((delta * tail).to(dtype), left_state)
+            grown = warpgroup_mma(added, keys, state, is_async=True)
+        if TRANSITION:
+            state, added = warpgroup_mma_wait(0, [grown, added])
+            narrow = gl.convert_layout(state.to(dtype), left)
+        else:
+            weights = weight_tiles.index(stage).permute((1, 0))
+            within = warpgroup_mma(weighted, weights, zero_rows, use_acc=False, is_async=True)
+            state, added = warpgroup_mma_wait(1, [grown, added])
+            narrow = gl.convert_layout(state.to(dtype), left)
+            if not KDA:
+                asked = asked * vector.slice(64, 64).load(per_row)[None, :]
+            within, weighted = warpgroup_mma_wait(0, [within, weighted])
+            answer = (asked + within).to(dtype)
+        gl.thread_barrier()
+        mbarrier.arrive(free.index(stage), count=1)
+    if TRANSITION:
+        gl.store(carries + at_carry, state)
+    else:
+        if stop > start:
+            tma.store_wait(0)
+            gl.thread_barrier()
+            o_tile.permute((1, 0)).store(answer)
+            gl.thread_barrier()
+            row = (stop - 1) * 64 + gl.arange(0, 64, gl.SliceLayout(1, out_layout))
+            at = gl.arange(0, 64, gl.SliceLayout(0, out_layout)) + value_column
+            at_o = (begin + row)[:, None].to(gl.int64) * (value_heads * V) + at[None, :]
+            gl.store(o_pointer + at_o, o_tile.load(out_layout), mask=(row < length)[:, None])
+        if final_state is not None and stop >= (length + 63) // 64:
+            gl.store(final_state + own + at_state, state)
+
+
+@gluon.jit(do_not_specialize=_UNSPECIALIZED)
+def recurrence_hopper_kernel(
+    k,
+    q,
+    v,
+    tails,
+    inverse,
+    scores,
+    factors,
+    o,
+    initial_state,
+    carries,
+    final_state,
+    o_pointer,
+    cu_seqlens,
+    num_sequences,
+    num_tokens,
+    value_heads,
+    heads_a_key,
+    segment_chunks,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    GROUPS: gl.constexpr,
+    KDA: gl.constexpr,
+    TRANSITION: gl.constexpr,
+    V_FIRST: gl.constexpr,
+    PACKED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Arguments as `recurrence_kernel`, for blocks of 64 GROUPS columns, tiles by descriptors: k, q [tokens, heads K]
+    (KDA: k, q, tails [slots heads 64, K]), v and o [tokens, heads V], inverse and scores [slots heads 64, 64], factors
+    [slots heads, 256] (KDA: [.., K]).
+    """
+    dtype: gl.constexpr = v.dtype
+    FACTORS: gl.constexpr = K if KDA else 256
+    COLUMN_BLOCKS: gl.constexpr = (V + K if TRANSITION else V) // (64 * GROUPS)
+    program = gl.program_id(0)
+    first_column = program % COLUMN_BLOCKS * (64 * GROUPS)
+    head = program // COLUMN_BLOCKS % value_heads
+    segment_slot = program // (COLUMN_BLOCKS * value_heads)
+    n, begin, length, segment, chunk_slot = _sequence(
+        cu_seqlens, segment_slot, num_sequences, num_tokens, segment_chunks * 64, PACKED
+    )
+    chunks = (length + 63) // 64
+    start = segment * segment_chunks
+    if (segment > 0) & (start >= chunks):
+        return
+    stop = gl.minimum(start + segment_chunks, chunks)
+    if TRANSITION and stop == chunks:
+        return
+    own = (n.to(gl.int64) * value_heads + head) * (V * K)
+    carry = (segment_slot.to(gl.int64) * value_heads + head) * ((V + K) * K)
+    with_values = first_column < V if TRANSITION else first_column >= 0
+
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, K], k.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, K], k.layout) if not TRANSITION else k_tiles
+    tail_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, K], k.layout) if KDA else k_tiles
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, 64, 64], v.layout)
+    solve_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], inverse.layout)
+    weight_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], inverse.layout) if not TRANSITION else solve_tiles
+    factor_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 1, FACTORS], factors.layout)
+    o_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 64, 64], o.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=GROUPS)
+    fence_async_shared()
+
+    p: gl.constexpr = (K, V, GROUPS, KDA, TRANSITION, V_FIRST, STAGES)
+    tiles = (k_tiles, q_tiles, v_tiles, solve_tiles, weight_tiles, tail_tiles, factor_tiles, o_tiles)
+    descriptors = (k, q, v, tails, inverse, scores, factors, o)
+    pointers = (initial_state, carries, final_state, o_pointer, own, carry)
+    key_column = head // heads_a_key * K
+    place = (
+        start, stop, begin, length, chunk_slot, head, value_heads, key_column, first_column, with_values,
+    )  # fmt: skip
+    barriers = (ready, free)
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (tiles, descriptors, barriers, pointers, place, 0, p)),
+                (_produce, (tiles, descriptors, barriers, place, p)),
+            ],
+            [1],
+            [40],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (tiles, descriptors, barriers, pointers, place, 0, p)),
+                (_consume, (tiles, descriptors, barriers, pointers, place, 1, p)),
+                (_produce, (tiles, descriptors, barriers, place, p)),
+            ],
+            [4, 1],
+            [232, 40],
+        )
+
+
+def serves(key_dim: int, value_dim: int, num_tokens: int) -> bool:
+    """Whether the sizes fill this kernel's tiles."""
+    return key_dim in KEY_DIMS and value_dim % _LEAST_COLUMNS == 0 and num_tokens > 0
+
+
+def stages(key_dim: int, groups: int, kda: bool) -> int:
+    """Chunks in flight that shared memory holds, at most three."""
+    keys = 128 * key_dim * (3 if kda else 2)
+    stage = keys + 2 * 8192 + 8192 * groups + (4 * key_dim if kda else 1024)
+    return min(_MOST_STAGES, (_SHARED_BYTES - 8192 * groups - 512) // stage)
+
+
+def descriptor(x: torch.Tensor, block: list[int], swizzle: bool = True) -> TensorDescriptor:
+    """Of a matrix [rows, columns] for the copy engine, which wants 16-byte steps: a copy is made of one without."""
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[x.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype) if swizzle else gl.NVMMASharedLayout(0, 32, 2)
+    if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
+        x = x.contiguous()
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
