@@ -4,10 +4,10 @@
 
 A tiny hybrid model (Gated DeltaNet + MoE) is served by `AsyncLLM`, vLLM's server without its HTTP front. Requests of
 1 to `--longest` tokens come 64 at a time: greedy and seeded, one and several samples, with stop tokens, streamed and
-not, some aborted after a few tokens. In the middle the engine is shut down and started again. Every kind of request is also
-answered alone; each answer in the mix must be that one, an aborted answer its beginning. With --batch-invariant (the
-default on a GPU) they must be equal token by token; without, a sequence may differ from a token on whose rival was
-within --near nats. The last line printed is JSON; exit status 0 when nothing is lost, changed or leaked.
+not, some aborted after a few tokens. In the middle the engine is shut down and started again. Every kind of request is
+also answered alone; each answer in the mix must be that one, an aborted answer its beginning. With --batch-invariant,
+the default on a GPU, they must be equal token by token; without it, a greedy sequence may differ from a token on whose
+rival was within --near nats. The last line printed is JSON; exit status 0 when nothing is lost, changed or leaked.
 """
 
 from __future__ import annotations

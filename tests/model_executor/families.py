@@ -107,8 +107,14 @@ def single_jobs(paths: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def parallel_job(paths: dict[str, str], column: str) -> dict[str, Any]:
-    """An engine of two ranks that serves the packed checkpoint."""
-    return {"model": paths["packed"], "prompts": prompts(), "max_tokens": 2, "options": PARALLEL[column]}
+    """An engine of two ranks: by tensor with the packed checkpoint, by expert quantised at load.
+
+    The other way round, ranks by tensor would form their groups after slicing, and differ from one rank by that.
+    """
+    by_expert = column == "EP2"
+    options = {**PARALLEL[column], **(W4 if by_expert else {})}
+    model = paths["plain" if by_expert else "packed"]
+    return {"model": model, "prompts": prompts(), "max_tokens": 2, "options": options}
 
 
 def gap(one: Answer, other: Answer) -> float:
@@ -135,7 +141,7 @@ def judge_single(answers: list[Answer]) -> dict[str, dict[str, Any]]:
 
 
 def judge_parallel(one_rank: Answer, answer: Answer, stock: Answer | None = None) -> dict[str, Any]:
-    """Two ranks against one, both serving the packed checkpoint.
+    """Two ranks against one with the same 4-bit weights.
 
     stock  vLLM's own answer with the dequantised weights on two ranks, for families whose ranks do not sum to one
            rank's answer without us either
@@ -222,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
                 row[column] = judge_parallel(answers[3], answer)
                 if not row[column]["ok"]:
                     # Unquantised expert parallelism ends vLLM's CPU worker: by tensor is the yardstick of both.
-                    by_tensor = {**parallel_job(paths, "TP2"), "model": paths["dequantised"]}
+                    by_tensor = {**job, "model": paths["dequantised"], "options": PARALLEL["TP2"]}
                     stock = stock or run_jobs([by_tensor], Path(folder), **binding)[0]
                     row[column] = judge_parallel(answers[3], answer, stock)
         document["families"][family.name] = row

@@ -49,6 +49,10 @@ class _RunsW4A16:
         """None: vLLM's modular kernels are not used."""
         return None
 
+    def maybe_make_prepare_finalize(self, routing_tables: Any = None) -> None:
+        """None: under data parallelism vLLM's runner gathers the ranks' tokens and scatters the sums itself."""
+        return None
+
     def _finish(self, layer: Any, w13: QuantizedWeight, w2: QuantizedWeight, dtype: torch.dtype, before: int) -> None:
         """Put the weights into the order the device's kernels read and make them the layer's parameters."""
         activation, interleaved = moe_activation(layer.activation, self.prefix)
@@ -175,9 +179,13 @@ class AtLoadMoEMethod(_RunsW4A16, compat.online_moe_method_base()):  # type: ign
         if interleaved:
             w13 = separate_rows(w13)
         before = w13.nbytes + w2.nbytes
+        expert_loaders = {name: getattr(layer, name).expert_loader for name in ("w13_weight", "w2_weight")}
         q13 = self.scheme.quantize(w13, "w13", name=f"{self.prefix}.w13_weight")
         q2 = self.scheme.quantize(w2, "w2", name=f"{self.prefix}.w2_weight")
         self._finish(layer, q13, q2, w13.dtype, before)
+        # Experts of other ranks may arrive later; vLLM's loader declines them.
+        for name, loader in expert_loaders.items():
+            getattr(layer, name).weight_loader = loader
 
 
 class FilledByCopy(torch.nn.Parameter):
