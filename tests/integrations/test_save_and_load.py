@@ -138,3 +138,17 @@ def test_a_missing_layer_and_wrong_sizes_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))
     with pytest.raises(CheckpointError, match=r"holds \[4, 96, 64\].*asks for \[4, 80, 64\]"):
         type(model).from_pretrained(tmp_path)
+
+
+def test_device_maps_and_their_hooks_are_kept(tmp_path: Path) -> None:
+    """A model spread by a device_map moves its inputs with hooks on modules; replaced ones must have them too."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    tiny.mixtral().bfloat16().save_pretrained(tmp_path / "source")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source", device_map={"": "cpu"})
+    for layer in model.model.layers:
+        hooks.add_hook_to_module(layer.mlp.experts, hooks.AlignDevicesHook("cpu", io_same_device=True))
+    quantize_experts(model, group_sizes=GROUPS, progress=False)
+    assert all(hasattr(layer.mlp.experts, "_hf_hook") for layer in model.model.layers)
+    model.save_pretrained(tmp_path / "packed")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", device_map="auto")
+    assert torch.equal(logits(loaded), logits(model))
