@@ -162,7 +162,6 @@ __aicore__ inline void GdnPrefill::Decays() {
                     BinaryRepeatParams(2, 1, 0, 16, 8, 0));
         }
     }
-    HA_VECTOR_BARRIER();
     for (int32_t strip = 0; strip < kChunkTiles; ++strip)
         Add(decay_[LowerAt(strip)], decay_[LowerAt(strip)], lower_mask_, kSquare);
     HA_VECTOR_BARRIER();

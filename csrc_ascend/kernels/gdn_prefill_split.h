@@ -7,10 +7,7 @@ namespace vllm_ext {
 __aicore__ inline void GdnPrefill::SplitState(int32_t count) {
     const int32_t piece = kChunk * task_.column_count;
     HA_ORDER(MTE3_V);
-    for (int32_t at = 0; at < count; at += piece) {
-        TakeRest(Half(y_)[at], state_ub_[at], Half(y_)[at], x_, piece);
-        HA_VECTOR_BARRIER();
-    }
+    for (int32_t at = 0; at < count; at += piece) TakeRest(Half(y_)[at], state_ub_[at], Half(y_)[at], x_, piece);
     HA_ORDER(V_MTE3);
     way_.Copy(state_low_, Half(y_), count);
 }

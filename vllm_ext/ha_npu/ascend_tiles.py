@@ -91,9 +91,7 @@ def gdn_tiles(key_dim: int, value_dim: int) -> list[Tile]:
         **dict.fromkeys(
             ("local", "tail", "beta_spread", "key_norm", "query_scale", "from_start", "minus_beta"), SPREAD
         ),
-        **dict.fromkeys(
-            ("gate", "beta_compact", "behind", "norm_columns", "norm_scratch", "minus_columns"), CHUNK
-        ),
+        **dict.fromkeys(("gate", "beta_compact", "behind", "norm_columns", "norm_scratch", "minus_columns"), CHUNK),
         **dict.fromkeys(("lower_mask", "upper_mask", "identity"), FRACTAL),
         "across": 6 * TILE,
         "edges": 9 * 8,

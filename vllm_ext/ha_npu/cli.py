@@ -41,7 +41,11 @@ def _parser() -> argparse.ArgumentParser:
         "--json", metavar="FILE", nargs="?", const="-", help="the plan as JSON, to a file or the terminal"
     )
     parser.add_argument(
-        "--emit-header", metavar="FILE", nargs="?", const="-", help="constants for the Ascend C kernels"
+        "--emit-header",
+        metavar="FILE",
+        nargs="?",
+        const="-",
+        help="constants of a kernel; with --strategy ha-npu-kernel those this project's Ascend C kernels include",
     )
     parser.add_argument("--check-paper", action="store_true", help="the paper's figures and ours, with deviations")
     return parser
@@ -180,7 +184,8 @@ def table(plan: Plan) -> str:
         *((("  missing paths", _mib(traffic.path_gm_bytes)),) if traffic.path_gm_bytes else ()),
         ("L1 to L0", _mib(traffic.l1_to_l0_bytes, traffic.tail.l1_to_l0_bytes)),
         ("device memory", _mib(traffic.device_bytes, traffic.tail.device_bytes)),
-        ("layout transforms", f"{traffic.transforms} ({len(plan.chunk.transforms)} a chunk of a head)"),
+        ("layout transforms", f"{traffic.transforms} tiles ({len(plan.chunk.transforms)} a chunk of a head), "
+                              f"{traffic.relaid_fractals} of 16x16"),
         *((f"peak {name.upper()}", _peak(plan, name)) for name in plan.peak_bytes),
         ("order", ", ".join(sorted({kernel.order_kind for kernel in plan.chunk.kernels}))),
         ("whole heads", _names(plan, WHOLE)),

@@ -90,7 +90,7 @@ def run_prefill(
         raise ValueError("ascend-sim: operands in two halves need heads whole or cut by columns, not by chunks")
     scale_bits = struct.unpack("<i", struct.pack("<f", call.scale))[0]
     sizes = [num_heads, num_value_heads, key_dim, value_dim, gates.shape[1]]
-    options = [initial is not None, final is not None, state_dtype == torch.float16]
+    options: list[int] = [initial is not None, final is not None, state_dtype == torch.float16]
     options += [call.state_v_first, call.use_qk_l2norm_in_kernel + 2 * split_operands]
     workspace = None
     scratch = 0 if load_chip(chip).ub_to_l1 else 2 * key_dim * value_dim * max(len(blocks) for _, blocks in launches)
