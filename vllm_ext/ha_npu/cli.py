@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         nargs="?",
         const="-",
-        help="constants of a kernel; with --strategy ha-npu-kernel those this project's Ascend C kernels include",
+        help="constants of a kernel; with --strategy ha-npu-kernel those of this project's Ascend C kernels",
     )
     parser.add_argument("--check-paper", action="store_true", help="the paper's figures and ours, with deviations")
     return parser
