@@ -3,8 +3,8 @@
 Trains the small mixture-of-experts model of `quantizer_model` on the spot, keeps its experts in BF16, and replaces them
 in turn by what each quantiser keeps of them. The arithmetic is FP32, so the differences come from the weights alone.
 
-    python benchmarks/quantizer_quality.py --out build/quality               # minutes on one GPU
-    python benchmarks/quantizer_quality.py --out build/quality --size smoke  # seconds on a CPU: does it run
+    vllm-ext bench quantizer-quality --out build/quality               # minutes on one GPU
+    vllm-ext bench quantizer-quality --out build/quality --size smoke  # seconds on a CPU: does it run
 
 Writes quantizer_quality.json and quantizer_quality.png. The relative squared error is over all experts' weights; loss
 is in nats a byte on held-out text; KL is the mean over positions of KL(BF16 || quantised), with its standard error.
@@ -222,7 +222,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="vllm-ext bench quantizer_quality", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="vllm-ext bench quantizer-quality", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON and the picture")
     parser.add_argument("--size", choices=SIZES, help="default: full with a GPU, cpu without")
     parser.add_argument("--device", help="default: cuda where there is one")

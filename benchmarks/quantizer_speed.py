@@ -1,6 +1,6 @@
 """How fast quantising is: "hqq" against "minmax" and against copying, and packing a checkpoint against the disk.
 
-    python benchmarks/quantizer_speed.py --out build/speed
+    vllm-ext bench quantizer-speed --out build/speed
 
 Refuses to time what fails its check: "hqq" must not have a higher squared error than "minmax" on the tensor timed.
 Writes quantizer_speed.json. GB/s count the BF16 bytes read.
@@ -120,7 +120,7 @@ def packing(folder: Path, device: str, shards: int, experts: int, jobs: int) -> 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="vllm-ext bench quantizer_speed", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="vllm-ext bench quantizer-speed", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON, and for scratch files")
     parser.add_argument("--device", help="default: cuda where there is one")
     parser.add_argument("--experts", type=int, help="experts of 1408 x 2816 in the tensor (default: 128; CPU: 4)")

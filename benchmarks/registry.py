@@ -45,6 +45,14 @@ BENCHMARKS = {
         "what does not pay: 2-bit experts, dense layers in 4 bits",
     ),
     "perplexity": ("vllm_ext.benchmarks.perplexity:main", "perplexity of a real model, by quantiser and group size"),
+    "quantizer-quality": (
+        "vllm_ext.benchmarks.quantizer_quality:main",
+        "loss and divergence by quantiser, on a model trained on the spot",
+    ),
+    "quantizer-speed": (
+        "vllm_ext.benchmarks.quantizer_speed:main",
+        "how fast quantising and packing are, against copying",
+    ),
     "serve": (
         "vllm_ext.benchmarks.serve:main",
         "vLLM's tokens per second on a GPU: BF16, 4 bits, and the same bits through Marlin",
@@ -144,7 +152,7 @@ def run_benchmark(benchmark: Benchmark, argv: list[str]) -> int:
 
 def usage() -> str:
     """The list of benchmarks."""
-    rows = "\n".join(f"  {name:16}{text}" for name, (_, text) in BENCHMARKS.items())
+    rows = "\n".join(f"  {name:20}{text}" for name, (_, text) in sorted(BENCHMARKS.items()))
     return f"usage: vllm-ext bench NAME ...\n\n{rows}\n\n`vllm-ext bench NAME --help` tells a benchmark's options.\n"
 
 
