@@ -9,13 +9,18 @@ import torch
 from torch import nn
 
 from vllm_ext.integrations.expert_layouts import weight_parameters
+from vllm_ext.integrations.layer_graphs import LayerGraphs
+from vllm_ext.integrations.quantized_experts import QuantizedExperts
 from vllm_ext.integrations.swap import find_experts
 from vllm_ext.integrations.transformers import Acceleration, Report, accelerate_generate, quantize_experts
 
 
 @dataclass(frozen=True)
 class Arm:
-    """experts: "bf16", "w4" or "free" (they return zeros, which bounds what any expert kernel can bring)."""
+    """experts: "bf16", "w4" or "free" (they return zeros, which bounds what any expert kernel can bring).
+
+    replay: 4-bit experts called eagerly replay from graphs of their own; otherwise they are launched kernel by kernel.
+    """
 
     name: str
     experts: str = "bf16"
@@ -24,6 +29,8 @@ class Arm:
     fused_layers: bool = False
     capture: bool = False
     sampler: bool = False
+    encoder: bool = False
+    replay: bool = True
 
     @property
     def patched(self) -> bool:
@@ -40,10 +47,12 @@ ARMS = {
         STOCK,
         Arm("free", "free"),
         EXPERTS,
+        Arm("experts-launched", "w4", replay=False),
         Arm("stock-captured", capture=True),
         Arm("free-captured", "free", capture=True),
         Arm("experts-captured", "w4", capture=True),
         KIT,
+        replace(KIT, name="kit-encoder", encoder=True),
         replace(KIT, name="kit-bf16", experts="bf16"),
         replace(KIT, name="kit-no-capture", capture=False),
         replace(KIT, name="kit-no-sampler", sampler=False),
@@ -95,6 +104,10 @@ class Switch:
             self.quantized = {name: self.model.get_submodule(name) for name in self.original}
         if arm.experts == "w4":
             self._place(self.quantized)
+            for module in self.quantized.values():
+                for part in module.modules():
+                    if isinstance(part, QuantizedExperts):
+                        part.graphs = LayerGraphs() if arm.replay else None
         elif arm.experts == "free":
             self._place({name: FreeExperts() for name in self.original})
         else:
@@ -102,7 +115,7 @@ class Switch:
         if arm.patched:
             self.acceleration = accelerate_generate(
                 self.model, experts=False, norms=arm.norms, projections=arm.projections, fused_layers=arm.fused_layers,
-                capture=arm.capture, sampler=arm.sampler, progress=False,
+                capture=arm.capture, sampler=arm.sampler, encoder=arm.encoder, progress=False,
             )  # fmt: skip
 
     @property

@@ -57,8 +57,9 @@ def test_the_official_sampler_runs_before_and_after_the_swap() -> None:
         {"fused_layers": False, "norms": False, "projections": False},
         {"sampler": False},
         {},
+        {"encoder": True},
     ],
-    ids=["norms and projections", "sampler", "fused layers", "everything"],
+    ids=["norms and projections", "sampler", "fused layers", "defaults", "everything"],
 )
 def test_every_part_generates_the_stock_tokens(swapped: Any, parts: dict[str, bool]) -> None:
     """A batch with padding over three canvases: masks, positions, random numbers and stopping must all agree."""

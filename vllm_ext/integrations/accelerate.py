@@ -85,6 +85,7 @@ def accelerate_generate(
     norms: bool = True,
     projections: bool = True,
     fused_layers: bool = True,
+    encoder: bool = False,
     capture: bool = True,
     sampler: bool = True,
     group_sizes: tuple[int, int] = (128, 64),
@@ -99,7 +100,8 @@ def accelerate_generate(
                   where they are already
     norms         each RMSNorm one kernel
     projections   q, k, v one product, gate and up another (merge LoRA adapters first)
-    fused_layers  DiffusionGemma: encoder and decoder as seventeen launches a layer; needs norms and projections
+    fused_layers  DiffusionGemma: the decoder as seventeen launches a layer; needs norms and projections
+    encoder       the same for its encoder, which runs once a canvas (not run on hardware yet)
     capture       replay the decoder's forward from a CUDA graph. Models that generate token by token get a static cache
                   instead, with which transformers compiles and captures their forward itself
     sampler       DiffusionGemma: temperature, entropies, argmax and the drawn tokens in one pass over the vocabulary,
@@ -125,7 +127,10 @@ def accelerate_generate(
     if projections:
         done.projections = _adopt(done, join_projections(model), "projections")
     if denoises:
-        _accelerate_denoising(model, done, fused_layers and norms and projections, capture, sampler)
+        fused = fused_layers and norms and projections
+        _accelerate_denoising(model, done, fused, capture, sampler)
+        if encoder and fused:
+            _fuse_encoder(model, done)
         if stock is not None and verify is not None:
             found = _probe(model, verify)
             done.relative_error = float((found - stock).norm() / stock.norm())
@@ -167,16 +172,22 @@ def _accelerate_denoising(model: Any, done: Acceleration, fused: bool, captured:
         if reason is not None:
             done.notes.append(f"fused layers: {reason}")
             fused = False
-    text_encoder = getattr(model.model.encoder, "language_model", None)
-    if fused and text_encoder is not None and unsupported(text_encoder.layers) is None:
-        text_encoder.forward = PromptEncoder(text_encoder)
-        done._undo.append(lambda: text_encoder.__dict__.pop("forward", None))
     steps = _DenoisingSteps(model, fused, captured, sampler)
     for name, method in (("_denoising_step", steps.step), ("_prepare_denoiser_inputs", steps.prepare)):
         setattr(model, name, types.MethodType(method, model))
         done._undo.append(lambda name=name: model.__dict__.pop(name, None))  # type: ignore[misc]
     done.decoder = ("fused layers" if fused else "the model's modules") + (", captured" if captured else "")
     done.sampler = "fused" if sampler else "stock"
+
+
+def _fuse_encoder(model: Any, done: Acceleration) -> None:
+    text_model = getattr(model.model.encoder, "language_model", None)
+    reason = "no text encoder" if text_model is None else unsupported(text_model.layers)
+    if text_model is None or reason is not None:
+        done.notes.append(f"encoder: {reason}")
+        return
+    text_model.forward = PromptEncoder(text_model)
+    done._undo.append(lambda: text_model.__dict__.pop("forward", None))
 
 
 class _DenoisingSteps:

@@ -31,6 +31,11 @@ class _Inputs:
         self.tensors = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in given)
         self.pool = torch.cuda.graph_pool_handle()
 
+    def fill(self, given: tuple[torch.Tensor, ...]) -> None:
+        """Copy a call's arguments in."""
+        for buffer, tensor in zip(self.tensors, given, strict=True):
+            buffer.copy_(tensor)
+
     @classmethod
     def get(cls, key: Any, given: tuple[torch.Tensor, ...]) -> _Inputs:
         """The buffers of a shape on a device and stream."""
@@ -63,37 +68,37 @@ class LayerGraphs:
             or torch.cuda.is_current_stream_capturing()
         ):
             return call(*given)
-        key = (x.shape, given[1].shape, *(t.dtype for t in given), torch.cuda.current_stream(x.device).cuda_stream)
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        key = (x.device, stream, x.shape, given[1].shape, *(t.dtype for t in given))
         found = self.graphs.get(key)
         if found is None:
-            found = self._maybe_record(key, call, given)
-        if found is None:
-            return call(*given)
+            return self._plain(key, call, given)
         graph, out, inputs = found
         with _Inputs.lock:
-            for buffer, tensor in zip(inputs.tensors, given, strict=True):
-                buffer.copy_(tensor)
+            inputs.fill(given)
             graph.replay()
             return out.clone()
 
-    def _maybe_record(
-        self, key: Any, call: Call, given: tuple[torch.Tensor, ...]
-    ) -> tuple[Any, torch.Tensor, _Inputs] | None:
+    def _plain(self, key: Any, call: Call, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The call itself; a shape that keeps coming is recorded, and kept where its replay gives the call's bits."""
+        wanted = call(*given)
         count = self.seen[key] = self.seen.get(key, 0) + 1
         if count <= _CALLS_BEFORE or len(self.graphs) >= _SHAPES:
-            return None
+            return wanted
         try:
-            with _Inputs.lock:
+            with _Inputs.lock, torch.cuda.device(given[0].device):
                 inputs = _Inputs.get(key, given)
-                for buffer, tensor in zip(inputs.tensors, given, strict=True):
-                    buffer.copy_(tensor)
+                inputs.fill(given)
                 graph, out = _record(lambda: call(*inputs.tensors), inputs.pool)
+                graph.replay()
+                if not torch.equal(out, wanted):
+                    raise RuntimeError("the replay computed something else")
         except RuntimeError as error:
             self.broken = True
             logger.warning("vllm_ext: experts are launched kernel by kernel, recording them failed: %s", error)
-            return None
+            return wanted
         self.graphs[key] = (graph, out, inputs)
-        return self.graphs[key]
+        return wanted
 
 
 def _record(call: Callable[[], torch.Tensor], pool: Any) -> tuple[Any, torch.Tensor]:
