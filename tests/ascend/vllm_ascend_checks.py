@@ -260,6 +260,22 @@ def identity_convolution() -> torch.library.Library:
 _convolutions = identity_convolution()
 
 
+@contextmanager
+def planted_failure() -> Any:
+    """Our operator refuses every call."""
+    from vllm_ext.model_executor.ascend import gdn
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise ValueError("planted")
+
+    rule = gdn.chunk_gated_delta_rule
+    gdn.chunk_gated_delta_rule = fail
+    try:
+        yield
+    finally:
+        gdn.chunk_gated_delta_rule = rule
+
+
 def check_gated_delta_rule_through_vllm_ascends_own_caller() -> None:
     """Its `_forward_core` gathers, zeroes, calls us, casts and scatters: outputs and cache equal the recurrence, where
     a sequence continues, where one begins in a slot full of rubbish, and in slots that nobody touches.
@@ -305,6 +321,10 @@ def check_gated_delta_rule_through_vllm_ascends_own_caller() -> None:
     out = torch.full((tokens, VALUE_HEADS, VALUE), float("nan"))
     with forward_context(tokens, {layer.prefix: metadata}):
         layer._forward_core(mixed, b, a, out)
+        after = cache.clone()
+        with pytest.raises(RuntimeError, match=r"layers\.0\.linear_attn.*planted"), planted_failure():
+            layer._forward_core(mixed, b, a, torch.empty_like(out))
+    assert torch.equal(cache, after), "vLLM-Ascend's worker would not pass a failure on: it must not become zeros"
 
     q, k, v = layer.rearrange_mixed_qkv(mixed)
     g, beta = fused_gdn_gating_pytorch(layer.A_log, a, b, layer.dt_bias)
@@ -358,6 +378,22 @@ def check_a_refused_call_falls_back_to_vllm_ascends_function_when_asked_to() -> 
         assert seen[name] is value, name
     with pytest.raises(RuntimeError, match=r"layers\.3.*head_first"):
         serve(LayerPrefill("layers.3", "gdn"), stock, **call)
+
+
+def check_a_chip_without_kernels_is_refused_at_start_up() -> None:
+    """A2's matrix and vector units are separate cores, and there are no kernels for that: said before anyone is served,
+    unless vLLM-Ascend's own kernel may take over.
+    """
+    if ON_310P:
+        return
+    from vllm_ext.model_executor.linear_attention_prefill import make_layer_prefill
+    from vllm_ext.ops.linear_attention.problem import Problem
+
+    device = torch.device("npu", 0)
+    problem = Problem("gdn", 1, 0, 2, 4, 128, 128, 0, True, torch.float16, torch.float32, device)
+    with pytest.raises(RuntimeError, match=r"layers\.0.*separate cores.*on_kernel_error"):
+        make_layer_prefill("layers.0", problem, fallback=False)
+    assert make_layer_prefill("layers.0", problem, fallback=True) is None
 
 
 def check_kimi_delta_attention_is_served_where_vllm_calls_it() -> None:

@@ -14,6 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from vllm_ext.model_executor.ascend.platform import is_ascend
+
 _MARK = "_vllm_ext_wrapped"
 _ATTRIBUTE = "_vllm_ext_failures"
 REASON_MARK = "ha_npu prefill of the"
@@ -60,12 +62,12 @@ def rows_of_call(metadata: Any, num_sequences: int) -> list[int] | None:
 
 def rows_in_this_step(layer_name: str, num_sequences: int) -> list[int] | None:
     """The rows of the call that the layer is making; None outside a step that serves requests, or where nobody reads
-    this rank's output (a pipeline stage that is not the last).
+    this rank's output (a pipeline stage that is not the last; vLLM-Ascend, whose worker and schedulers are its own).
     """
     from vllm.distributed import get_pp_group
     from vllm.forward_context import get_forward_context, is_forward_context_available
 
-    if not is_forward_context_available() or not get_pp_group().is_last_rank:
+    if not is_forward_context_available() or not get_pp_group().is_last_rank or is_ascend():
         return None
     metadata = get_forward_context().attn_metadata
     return rows_of_call(metadata.get(layer_name), num_sequences) if isinstance(metadata, Mapping) else None
