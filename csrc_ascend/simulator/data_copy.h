@@ -85,7 +85,6 @@ void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Nd2Nz
     }
     core.counters.gm_bursts += uint64_t{params.ndNum} * params.nValue;
     core.counters.gm_to_l1_bytes += uint64_t{params.ndNum} * params.nValue * params.dValue * sizeof(T);
-    core.counters.relaid_elements += uint64_t{params.ndNum} * params.nValue * params.dValue;
 }
 
 // UB to GM.

@@ -185,6 +185,36 @@ void nd2nz(const GM_ADDR* gm) {
 }
 VLLM_EXT_REGISTER(nd2nz, nd2nz);
 
+// in [16, 32] half rows; out0 [2, 16, 16] float strips by way of Cast, out1 the same in half by way of L1.
+void relaying(const GM_ADDR* gm) {
+    TPipe pipe;
+    V in, wide, back, spare;
+    L1Buf l1;
+    pipe.InitBuffer(in, 1024);
+    pipe.InitBuffer(wide, 2048);
+    pipe.InitBuffer(back, 1024);
+    pipe.InitBuffer(spare, 128);
+    pipe.InitBuffer(l1, 1024);
+    const auto rows = in.Get<half>();
+    DataCopy(rows, Gm<half>(gm[0]), 512);
+    Order<HardEvent::MTE2_V>();
+    Order<HardEvent::MTE2_MTE3>();
+    for (int strip = 0; strip < 2; ++strip) {
+        Cast(wide.Get<float>()[strip * 256], rows[strip * 16], RoundMode::CAST_NONE, 64, 4, UnaryRepeatParams(1, 2, 8, 8));
+        DataCopy(l1.Get<half>()[strip * 256], rows[strip * 16], DataCopyParams(16, 1, 1, 0));
+    }
+    // Half a tile, gathered: one row of each strip.
+    PipeBarrier<PIPE_V>();
+    Adds(spare.Get<float>(), wide.Get<float>(), 0.0f, 16, 2, UnaryRepeatParams(1, 1, 2, 32));
+    Order<HardEvent::MTE3_MTE1>();
+    DataCopy(back.Get<half>(), l1.Get<half>(), 512);
+    Order<HardEvent::V_MTE3>();
+    Order<HardEvent::MTE1_MTE3>();
+    DataCopy(Gm<float>(gm[1]), wide.Get<float>(), 512);
+    DataCopy(Gm<half>(gm[2]), back.Get<half>(), 512);
+}
+VLLM_EXT_REGISTER(relaying, relaying);
+
 // exp, rsqrt of in [64]; out [2, 64].
 void functions(const GM_ADDR* gm) {
     TPipe pipe;

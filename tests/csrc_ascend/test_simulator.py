@@ -146,12 +146,23 @@ def test_transpose_through_queues(rule_kernels: Path) -> None:
 
 
 def test_gm_to_l1_makes_nz(rule_kernels: Path) -> None:
-    """Counted as 2 x 4 tiles of 16x16 whose layout changes."""
+    """A copy from global memory changes the layout on its way, which is not counted as a transform."""
     rows = torch.randn(32, 64, generator=torch.Generator().manual_seed(2)).half()
     out = torch.empty(4, 32, 16, dtype=torch.half)
     counters = run(rule_kernels, "nd2nz", [rows], [out])
     assert torch.equal(out, nz(rows))
-    assert counters.relaid_fractals == 8
+    assert counters.relaid_fractals == 0
+
+
+def test_relaid_tiles_are_counted_where_rows_become_strips(rule_kernels: Path) -> None:
+    """A Cast and a copy to L1 take [16, 32] from rows to strips, two tiles each; the way back to UB moves them as they
+    are, and one row of each strip, less than a tile, is none."""
+    rows = torch.randn(16, 32, generator=torch.Generator().manual_seed(5)).half()
+    wide, narrow = torch.empty(2, 16, 16), torch.empty(2, 16, 16, dtype=torch.half)
+    counters = run(rule_kernels, "relaying", [rows], [wide, narrow])
+    assert torch.equal(narrow, nz(rows))
+    assert torch.equal(wide, nz(rows).float())
+    assert counters.relaid_fractals == 4
 
 
 def test_exp_is_exact_to_float_and_rsqrt_is_an_estimate(rule_kernels: Path) -> None:
