@@ -35,7 +35,7 @@ def test_family_computes_what_its_dequantised_weights_say(answers, family):
 
 @pytest.mark.parametrize(("family", "column"), [("gpt-oss", "EP2"), ("Gemma-4-MoE", "TP2")])
 def test_two_ranks_equal_one(answers, checkpoints, run_engines, family, column):
-    """gpt-oss's loader slices ranks itself, and experts of other ranks arrive late; Gemma 4 adds a dense feed-forward to what they sum."""
+    """gpt-oss's loader slices ranks itself, and experts of other ranks arrive late; Gemma 4 has a dense part beside."""
     binding = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     (answer,) = run_engines([families.parallel_job(checkpoints[family], column)], **binding)
     assert families.judge_parallel(answers[family][3], answer)["ok"]
