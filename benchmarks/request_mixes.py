@@ -96,7 +96,7 @@ def _draw_request(
         length = integer(1, 3) * block + integer(-1, 1)
     shared = min(shared, length)
     tokens = common[:shared] + _tokens(integer, length - shared, vocabulary)
-    abort = integer(1, 10) if integer(0, 7) == 0 else None
+    abort = integer(1, 10) if integer(0, 3) == 0 else None
     return MixRequest(tokens, integer(1, max_tokens), integer(0, 9), abort)
 
 

@@ -166,6 +166,8 @@ def main() -> int:
     from tiny_models import write_tiny_model
 
     common: dict[str, Any] = {"enforce_eager": not args.compiled}
+    if args.kind != "kimi-linear":
+        common["gdn_prefill_backend"] = "triton"  # vLLM's first choice on a Hopper GPU is compiled at run time
     if args.mla_backend:
         common["attention_config"] = {"backend": args.mla_backend}
     with tempfile.TemporaryDirectory() as folder:

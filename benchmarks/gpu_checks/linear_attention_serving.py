@@ -12,6 +12,7 @@ ends its own request only. Exit status 0 when everything agrees.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -60,13 +61,12 @@ UNSUPPORTED = {("kimi-linear", "speculative"): "vLLM 0.23's Kimi layer has no sp
 Pair = tuple[Any, Any]
 
 
-def start_pair(model: str, options: dict[str, Any]) -> Pair:
-    """Two engines that differ only in the flag, stock first."""
+def start_engine(model: str, **options: Any) -> Any:
+    """An engine that runs mixes."""
     from vllm import LLM
     from vllm_ext.benchmarks.request_mixes import MixEngine
 
-    stock = MixEngine(LLM(model=model, **options))
-    return stock, MixEngine(LLM(model=model, attention_backend="ha_npu", **options))
+    return MixEngine(LLM(model=model, **options))
 
 
 def skip_autotuning() -> None:
@@ -99,11 +99,16 @@ class Child:
                 self.found["errors"][name] = f"{type(error).__name__}: {error}"[:600]
             self.write()
         self.found["finished"] = True
+        self.note("end")
+
+    def note(self, event: str) -> None:
+        """Say when something came about, so that an end by force shows how far things were."""
+        self.found["seconds"][event] = round(time.monotonic() - self.began, 1)
+        print(f"{event}: {self.found['seconds'][event]} s", flush=True)
         self.write()
 
     def write(self) -> None:
         """Replace the file by what is known now."""
-        self.found["seconds"]["total"] = round(time.monotonic() - self.began, 1)
         part = self.result.with_suffix(".part")
         part.write_text(json.dumps(self.found))
         part.replace(self.result)
@@ -113,9 +118,11 @@ class Child:
         from vllm_ext.benchmarks import request_mixes as rm
 
         tolerance = rm.Tolerance(**TOLERANCE)
-        pair = stock, ours = start_pair(self.model, {**COMMON, **BY_KIND[self.kind], **CONFIGURATIONS[name]})
-        self.found["seconds"][f"{name} started"] = round(time.monotonic() - self.began, 1)
-        print("started", name, self.found["seconds"], flush=True)
+        options = {**COMMON, **BY_KIND[self.kind], **CONFIGURATIONS[name]}
+        stock = start_engine(self.model, **options)
+        self.note(f"{name}: stock started")
+        ours = start_engine(self.model, attention_backend="ha_npu", **options)
+        self.note(f"{name}: ha_npu started")
         if name == "plain":
             self.plain = stock
         aligned = stock.cache_mode == "align"
@@ -144,11 +151,10 @@ class Child:
             }
 
         one_mix(self.seeds[0])
-        self.found["seconds"][f"{name} first mix"] = round(time.monotonic() - self.began, 1)
-        self.write()
+        self.note(f"{name}: first mix")
         if name != "speculative":
-            self.found["checks"][name] = final_checks(pair, tolerance)
-            self.write()
+            self.found["checks"][name] = final_checks((stock, ours), tolerance)
+            self.note(f"{name}: checks")
         for count, seed in enumerate(self.seeds[1:]):
             if time.monotonic() > until:
                 break
@@ -206,8 +212,8 @@ def judge(parts: list[dict[str, Any]], merged: dict[str, Any]) -> bool:
     )
 
 
-def run_kinds(kinds: list[str], args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Every process of every kind at once; their findings by kind."""
+def launch(kinds: list[str], args: argparse.Namespace, folder: Path) -> list[tuple[str, str, Any]]:
+    """Start every process of every kind: (kind, name, process)."""
     sys.path.insert(0, str(ROOT / "examples"))
     from tiny_models import write_tiny_model
 
@@ -234,48 +240,70 @@ def run_kinds(kinds: list[str], args: argparse.Namespace, folder: Path) -> dict[
                     stderr=subprocess.STDOUT,
                 )
             started.append((kind, name, process))
-    limit = time.monotonic() + args.seconds + 10
-    results: dict[str, Any] = {}
-    parts: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
-    for kind, name, process in started:
-        try:
-            process.wait(max(1.0, limit - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    return started
+
+
+def watch(started: list[tuple[str, str, Any]], args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Wait for the processes, writing what they have found so far every few seconds; end those that take too long."""
+    limit = time.monotonic() + args.seconds + 5
+    while any(process.poll() is None for _, _, process in started) and time.monotonic() < limit:
+        time.sleep(3)
+        record(collect(started, folder), args.out)
+    for _, _, process in started:
+        process.kill()
+    results = collect(started, folder)
+    record(results, args.out)
+    for _, name, _ in started:
         text = (folder / f"{name}.log").read_text(errors="replace")
-        file = folder / f"{name}.json"
-        part = json.loads(file.read_text()) if file.exists() else {"failed": text[-1500:]}
-        part["served"] = sorted({line.split("] ")[-1] for line in text.splitlines() if "prefill by vllm_ext" in line})
-        parts[kind].append(part)
-        print(f"{name}: {'failed' if 'failed' in part else 'done'}", flush=True)
         if "Traceback" in text:
             last = text.rindex("Traceback")
             print(f"{name}: its last traceback:\n{text[last : last + 6000][-1500:]}", file=sys.stderr, flush=True)
-    for kind in kinds:
-        merged = merge(parts[kind])
+    return results
+
+
+def collect(started: list[tuple[str, str, Any]], folder: Path) -> dict[str, Any]:
+    """What the processes have found so far, by kind."""
+    results: dict[str, Any] = {}
+    for kind in dict.fromkeys(kind for kind, _, _ in started):
+        parts, served = [], set()
+        for name in (name for other, name, _ in started if other == kind):
+            text = (folder / f"{name}.log").read_text(errors="replace")
+            file = folder / f"{name}.json"
+            parts.append(json.loads(file.read_text()) if file.exists() else {"failed": text[-1500:]})
+            served |= {line.split("] ")[-1] for line in text.splitlines() if "prefill by vllm_ext" in line}
+        merged = merge(parts)
         results[kind] = {
-            "ok": judge(parts[kind], merged),
+            "ok": judge(parts, merged),
             "mixes": sum(entry["mixes"] for entry in merged.values()),
             "configurations": merged,
-            "served": parts[kind][0]["served"],
-            "checks": [part.get("checks") for part in parts[kind]],
-            "errors": [part.get("failed") or part.get("errors") for part in parts[kind]],
+            "served": sorted(served),
+            "checks": [part.get("checks") for part in parts],
+            "errors": [part.get("failed") or part.get("errors") for part in parts],
             "not_run": {name: why for (unsupported, name), why in UNSUPPORTED.items() if unsupported == kind},
-            "finished": [part.get("finished", False) for part in parts[kind]],
-            "seconds": [part.get("seconds") for part in parts[kind]],
-            "bad": [entry for part in parts[kind] for entry in part.get("bad", [])][:5],
+            "finished": [part.get("finished", False) for part in parts],
+            "seconds": [part.get("seconds") for part in parts],
+            "bad": [entry for part in parts for entry in part.get("bad", [])][:5],
         }
     return results
 
 
+def record(results: dict[str, Any], out: Path | None) -> None:
+    """Write the results, with the machine's description, where they were asked for."""
+    if out is not None:
+        content = {"kinds": results, "tolerance": TOLERANCE, "machine": machine()}
+        part = out.with_suffix(".part")
+        part.write_text(json.dumps(content, indent=1) + "\n")
+        part.replace(out)
+
+
+@functools.cache
 def machine() -> dict[str, str]:
     """What the check ran on."""
     import torch
     import vllm
 
     return {
-        "gpu": torch.cuda.get_device_name(0),
+        "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
         "vllm": vllm.__version__,
         "date": time.strftime("%Y-%m-%d"),
@@ -287,11 +315,13 @@ def main() -> int:
     """Command line; see the module."""
     if sys.argv[1:2] == ["--child"]:
         kind, model, first, step, mixes, seconds, result = sys.argv[2:]
+        process = Child(kind, model, range(int(first), int(mixes), int(step)), float(seconds), Path(result))
+        process.note("begin")
         skip_autotuning()
         from vllm_ext.plugin import register
 
         register()
-        Child(kind, model, range(int(first), int(mixes), int(step)), float(seconds), Path(result)).run()
+        process.run()
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", action="append", choices=KINDS, help="one kind of model only; may be repeated")
@@ -301,11 +331,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="also write the result, with the machine's description, here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        results = run_kinds(args.kind or list(KINDS), args, Path(folder))
-    if args.out:
-        args.out.write_text(
-            json.dumps({"kinds": results, "tolerance": TOLERANCE, "machine": machine()}, indent=1) + "\n"
-        )
+        started = launch(args.kind or list(KINDS), args, Path(folder))
+        results = watch(started, args, Path(folder))
     print(json.dumps(results, indent=1))
     return 0 if all(result["ok"] for result in results.values()) else 1
 

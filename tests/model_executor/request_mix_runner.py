@@ -27,11 +27,14 @@ SIZES: dict[str, Any] = {
     "num_experts": 4,
     "moe_intermediate_size": 64,
 }
+# Every expert serves every token: where two experts tie, rounding would swap them, and move a log-probability by 0.7.
+# With few chosen, the whole models are compared on a GPU (gpu_checks/linear_attention_serving).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gdn": (
         "qwen3-next",
         {
             **SIZES,
+            "num_experts_per_tok": 4,
             "head_dim": 128,
             "linear_num_key_heads": 1,
             "linear_num_value_heads": 2,
@@ -41,7 +44,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     # Every layer linear: vLLM's MLA does not run on a CPU.
-    "kda": ("kimi-linear", {**SIZES, "num_hidden_layers": 3, "num_key_value_heads": 2, "intermediate_size": 128}),
+    "kda": (
+        "kimi-linear",
+        {
+            **SIZES,
+            "num_experts_per_token": 4,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 2,
+            "intermediate_size": 128,
+        },
+    ),
 }
 KDA_LAYERS = {"kda_layers": [1, 2, 3], "full_attn_layers": [], "num_heads": 2, "head_dim": 64}
 OPTIONS: dict[str, Any] = {
@@ -65,10 +77,10 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
 }
 # The first layer sees equal inputs in both engines: its state is held to what the kernels round (vLLM's GDN multiplies
-# in BF16; its KDA is stood in for by the FP64 definition). Behind it inputs differ by rounding, and an expert's tie can
-# make much of that. A state that is another request's, or stale, is off by 1 or more.
-STATE_TOLERANCES = {"gdn": (1e-2, 0.3, 0.3), "kda": (2e-6, 0.1, 0.1)}
-LOG_PROB_TOLERANCE = 0.1
+# in BF16; its KDA is stood in for by the FP64 definition, whose outputs round differently in one element of thousands).
+# Behind it the inputs differ by that. A state that is another request's, or stale, is off by 1 or more.
+STATE_TOLERANCES = {"gdn": (1e-2, 4e-2, 6e-2), "kda": (2e-6, 2e-2, 3e-2)}
+LOG_PROB_TOLERANCE = {"gdn": 0.15, "kda": 0.1}
 
 
 def write_model(kind: str, folder: Path, lower_bound: float | None = None, **changes: int) -> str:
@@ -107,7 +119,8 @@ def start(model: str, **options: Any) -> Any:
     from vllm import LLM
     from vllm_ext.benchmarks.request_mixes import MixEngine
 
-    read_states = options.get("tensor_parallel_size", 1) == 1
+    # With asynchronous scheduling the next step may have run when the states of one are read.
+    read_states = options.get("tensor_parallel_size", 1) == 1 and not options.get("async_scheduling")
     return MixEngine(LLM(model=model, **{**OPTIONS, **options}), read_states=read_states)
 
 
@@ -117,7 +130,7 @@ class Mixes:
     def __init__(self, kind: str, folder: Path) -> None:
         from vllm_ext.benchmarks import request_mixes as rm
 
-        self.tolerance = rm.Tolerance(STATE_TOLERANCES[kind], LOG_PROB_TOLERANCE)
+        self.tolerance = rm.Tolerance(STATE_TOLERANCES[kind], LOG_PROB_TOLERANCE[kind])
         self.comparisons = {name: rm.Comparison() for name in CONFIGURATIONS}
         self.seen: dict[str, list[Any]] = {name: [] for name in CONFIGURATIONS}
         self.model = write_model(kind, folder)
@@ -184,10 +197,14 @@ def search(mixes: Mixes, name: str, examples: int) -> str | None:
 
 
 def refusals(mixes: Mixes) -> dict[str, list[str]]:
-    """What is wrong with how refused sequences end, by configuration, and with a fallback asked for."""
+    """What is wrong with how refused sequences end, by configuration, under asynchronous scheduling (a step that
+    continues the failed request is then under way), and with a fallback asked for.
+    """
     from vllm_ext.benchmarks import request_mixes as rm
 
     wrong = {name: rm.check_refusal(mixes.pairs[name][1], mixes.tolerance) for name in ("plain", "prefix")}
+    ahead = start(mixes.model, attention_backend="ha_npu", async_scheduling=True, **CONFIGURATIONS["prefix"])
+    wrong["asynchronous"] = rm.check_refusal(ahead, mixes.tolerance)
     fallback = start(
         mixes.model,
         attention_backend="ha_npu",
@@ -229,7 +246,7 @@ def one_kind(kind: str, folder: Path, examples: int) -> dict[str, Any]:
             }
             for name in CONFIGURATIONS
         },
-        "tolerances": {"states_by_layer": STATE_TOLERANCES[kind], "log_prob": LOG_PROB_TOLERANCE},
+        "tolerances": {"states_by_layer": STATE_TOLERANCES[kind], "log_prob": LOG_PROB_TOLERANCE[kind]},
         "noticed": wrong_kernels_noticed(*mixes.pairs["plain"], mixes.tolerance),
         "refusals": refusals(mixes),
         "seconds": round(time.monotonic() - began, 1),
@@ -240,14 +257,15 @@ def refuse_in_worker(worker: Any) -> None:
     """Make a worker's kernel refuse sequences of `REFUSED_LENGTH` tokens from now on."""
     from vllm_ext.benchmarks import request_mixes as rm
 
-    rm.wrong_kernel(rm.refuse).__enter__()
+    worker.refusal = rm.wrong_kernel(rm.refuse)  # kept, or it would be left at once
+    worker.refusal.__enter__()
 
 
 def tensor_parallel(folder: Path, examples: int) -> dict[str, Any]:
     """Two ranks, with prefix caching: tokens of stock and ha_npu, one engine after the other, and a refusal at last."""
     from vllm_ext.benchmarks import request_mixes as rm
 
-    tolerance = rm.Tolerance((), LOG_PROB_TOLERANCE)
+    tolerance = rm.Tolerance((), LOG_PROB_TOLERANCE["gdn"])
     model = write_model("gdn", folder, linear_num_key_heads=2, linear_num_value_heads=4)
     options = {**CONFIGURATIONS["prefix"], "tensor_parallel_size": 2}
     answers: dict[str, list[Any]] = {}

@@ -78,8 +78,8 @@ def test_the_comparison_notices_kernels_that_lose_or_swap_states(found):
 
 
 def test_refused_sequence_ends_its_own_request_with_the_reason_and_leaves_no_cached_block(found):
-    assert found[0]["refusals"]["plain"] == []
-    assert found[0]["refusals"]["prefix"] == []
+    for name in ("plain", "prefix", "asynchronous"):
+        assert found[0]["refusals"][name] == [], name
 
 
 def test_refused_sequence_is_served_by_vllm_where_a_fallback_was_asked_for(found):
@@ -89,7 +89,7 @@ def test_refused_sequence_is_served_by_vllm_where_a_fallback_was_asked_for(found
 
 def test_debug_log_names_kernel_states_and_mapping_once_a_layer(found):
     lines = [line for line in found[1].splitlines() if "prefill by vllm_ext backend" in line and "mapping: " in line]
-    engines = 4  # with ha_npu
+    engines = 5  # with ha_npu
     assert len(lines) == 3 * engines
     assert all("torch.float32 states" in line and "the first choice on this device" in line for line in lines)
 
