@@ -189,7 +189,7 @@ def _try_kernel(problem: Problem) -> None:
         k,
         full(1.0, 1, tokens, problem.num_value_heads, problem.value_dim, dtype=problem.dtype),
         full(-0.1, 1, tokens, *decays, dtype=torch.float32),
-        full(0.5, 1, tokens, problem.num_value_heads, dtype=problem.dtype),
+        full(0.5, 1, tokens, problem.num_value_heads, dtype=torch.float32),
         initial_state=full(0.0, *sizes, dtype=problem.state_dtype or torch.float32),
         output_final_state=True,
         cu_seqlens=torch.tensor([0, _TRIAL_LENGTHS[0], tokens], dtype=torch.int32, device=device),
