@@ -26,6 +26,8 @@ NAME = "triton"
 MINIMUM_CAPABILITY = (8, 0)
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_SIZES = (16, 32, 64, 128, 256)
+# Gluon changes from one version of Triton to the next; these are the ones its kernel has run with.
+GLUON_VERSIONS = ("3.6.",)
 _FACTOR_ROWS = 4
 _COMPOSE_COLUMNS = 16
 # Of a thread, without and with L2 norms: four or three programs on a multiprocessor.
@@ -151,10 +153,9 @@ def prepare(call: Call, op: str, sizes: Sizes, cu_seqlens: torch.Tensor | None) 
     counts = (call.scale, sizes.num_sequences, sizes.num_tokens, heads, heads // sizes.heads)
     if op == "gdn":
         factors = empty(_FACTOR_ROWS, CHUNK, dtype=torch.float32)
-        group = _heads_together(slots, sizes, q.device)
-        prepare_gdn_kernel[(slots * (heads // group),)](
+        prepare_gdn_kernel[(slots * heads,)](
             q, k, g, beta, cu_seqlens, inverse, scores, factors, *counts, *strides,
-            K=dim, GROUP=group, **common, num_warps=4,
+            K=dim, **common, num_warps=4,
             maxnreg=_PREPARE_REGISTERS[call.use_qk_l2norm_in_kernel],
         )  # fmt: skip
         return Chunks(q, k, None, inverse, scores, factors)
@@ -165,12 +166,6 @@ def prepare(call: Call, op: str, sizes: Sizes, cu_seqlens: torch.Tensor | None) 
         K=dim, **common, num_warps=4,
     )  # fmt: skip
     return Chunks(queries, keys, tails, inverse, scores, factors)
-
-
-def _heads_together(slots: int, sizes: Sizes, device: torch.device) -> int:
-    """Value heads of one key head that one program prepares: they share its products, if programs are many anyway."""
-    group = sizes.value_heads // sizes.heads
-    return group if slots * sizes.heads >= 8 * _multiprocessors(device) else 1
 
 
 def recur(
@@ -215,13 +210,12 @@ def recur(
 
 @functools.lru_cache(maxsize=64)
 def _hopper_module(device: torch.device) -> ModuleType | None:
-    """The kernels for compute capability 9.0, where they can run; Gluon is young, so without it there are others."""
+    """The recurrence for compute capability 9.0, where it can run; the other one runs everywhere."""
     if interpreting() or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return None
-    try:
-        return importlib.import_module("vllm_ext.ops.linear_attention.triton.recurrence_hopper")
-    except ImportError:
+    if not triton.__version__.startswith(GLUON_VERSIONS):
         return None
+    return importlib.import_module("vllm_ext.ops.linear_attention.triton.recurrence_hopper")
 
 
 def _hopper(device: torch.device, sizes: Sizes) -> bool:

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 CHUNK = 64
 HEAD, COLUMNS, SEGMENTS = "head", "columns", "segments"
 _COLUMN_BLOCK = 64
-_STEP = 1.0  # one chunk of one program, alone on its multiprocessor
-_SHARED_STEP = 0.6  # the same for each of many programs on one multiprocessor
-_TRANSITION_SHARE = 0.75  # a step without queries, of a step
+_STEP = 1.55  # one chunk of one program, which has a multiprocessor to itself
+_TRANSITION_STEP = 1.1  # the same without queries; two programs share a multiprocessor
+_TRANSITION_SHARED = 1.0
 _COMPOSE_STEP = 2.0
 _COMPOSE_LAUNCH = 8.0
-_LEAST_SEGMENT = 8
+_LEAST_GAIN = 1.2  # segments cost memory as well, and the model is rough
+_LEAST_SEGMENT = 16
 _LARGEST_TRANSITION = 128  # composing segments holds a K x K matrix in shared memory
 
 
@@ -48,22 +49,20 @@ def map_prefill(
     heads = num_sequences * value_heads
     tier = HEAD if block == value_dim else COLUMNS
     chunks = -(-num_tokens // (CHUNK * num_sequences))
-    best, segment_chunks = _time(heads * value_dim // block, chunks, multiprocessors), None
+    blocks = heads * value_dim // block
+    best, segment_chunks = _rounds(blocks, multiprocessors) * chunks * _STEP / _LEAST_GAIN, None
     for segments in (2, 3, 4, 6, 8, 12, 16, 24, 32):
         length = -(-chunks // segments)
         if length < _LEAST_SEGMENT or key_dim > _LARGEST_TRANSITION:
             break
-        transition = heads * (value_dim + key_dim) // block * (segments - 1)
-        time = (
-            _TRANSITION_SHARE * _time(transition, length, multiprocessors)
-            + _COMPOSE_LAUNCH
-            + _COMPOSE_STEP * segments
-            + _time(heads * value_dim // block * segments, length, multiprocessors)
-        )
+        transitions = heads * (value_dim + key_dim) // block * (segments - 1)
+        step = max(_TRANSITION_STEP, _TRANSITION_SHARED * _rounds(transitions, multiprocessors))
+        time = step * length + _COMPOSE_LAUNCH + _COMPOSE_STEP * segments
+        time += _rounds(blocks * segments, multiprocessors) * length * _STEP
         if time < best:
             best, segment_chunks = time, length
     return Mapping(SEGMENTS if segment_chunks else tier, block, segment_chunks)
 
 
-def _time(programs: int, chunks: int, multiprocessors: int) -> float:
-    return chunks * max(_STEP, _SHARED_STEP * -(-programs // multiprocessors))
+def _rounds(programs: int, multiprocessors: int) -> int:
+    return -(-programs // multiprocessors)

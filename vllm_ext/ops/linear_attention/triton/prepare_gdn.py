@@ -1,4 +1,4 @@
-"""What a chunk of the gated delta rule needs that does not read the state; one program a chunk and GROUP value heads.
+"""What a chunk of the gated delta rule needs that does not read the state; one program a chunk and value head.
 
 For the chunk's rows i, j and between(i, j) = exp(sum of g over j+1..i):
 
@@ -56,19 +56,18 @@ def prepare_gdn_kernel(
     g_head,
     beta_head,
     K: tl.constexpr,
-    GROUP: tl.constexpr,
     NORMALISE: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Grid: value_heads // GROUP within slots of 64 tokens; strides in elements, of tokens and of heads."""
-    slot = tl.program_id(0) // (value_heads // GROUP)
-    first_head = tl.program_id(0) % (value_heads // GROUP) * GROUP
+    """Grid: value_heads within slots of 64 tokens; strides in elements, of tokens and of heads."""
+    slot = tl.program_id(0) // value_heads
+    head = tl.program_id(0) % value_heads
     _, begin, length, chunk = locate(cu_seqlens, slot, num_sequences, num_tokens, 64, PACKED)
     count = length - chunk * 64
     if count <= 0:
         return
     token = (begin + chunk * 64).to(tl.int64)
-    key_head = first_head // heads_a_key
+    key_head = head // heads_a_key
     row = tl.arange(0, 64)
     ok = row < count
     at = (token + row)[:, None]
@@ -87,25 +86,23 @@ def prepare_gdn_kernel(
     FINE: tl.constexpr = inverse.dtype.element_ty == tl.float16
     strict = row[:, None] > row[None, :]
     causal = row[:, None] >= row[None, :]
-    for offset in tl.static_range(GROUP):
-        head = first_head + offset
-        out = slot.to(tl.int64) * value_heads + head
-        step = tl.maximum(load_once(g + (token + row) * g_token + head * g_head, ok), LEAST_STEP)
-        size = load_once(beta + (token + row) * beta_token + head * beta_head, ok)
-        total = tl.cumsum(step)
-        between = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
-        weight = tl.where(causal, asked * between, 0.0)
-        tl.store(scores + out * 4096 + row[:, None] * 64 + row[None, :], weight.to(scores.dtype.element_ty))
-        last = tl.sum(step)
-        place = factors + out * 256 + row
-        tl.store(place, tl.exp(total) * of_k)
-        tl.store(place + 64, tl.exp(total) * of_q)
-        tl.store(place + 128, tl.exp(tl.minimum(last - total, 0.0)) * of_k)
-        tl.store(place + 192, tl.exp(last) + tl.zeros_like(total))
-        diagonal, beside, first, second = blocks_of(tl.where(strict, coupling * between * size[:, None], 0.0))
-        next_row = tl.reshape(tl.exp(step) * size, (4, 16))
-        transposed = nearest * next_row[:, None, :]
-        diagonal, beside, first, second = invert(diagonal, transposed, beside, first, second, FINE)
-        solve = assemble(diagonal, beside, first, second) * size[None, :]
-        at_out = inverse + out * 4096 + row[:, None] * 64 + row[None, :]
-        tl.store(at_out, solve.to(inverse.dtype.element_ty))
+    out = slot.to(tl.int64) * value_heads + head
+    step = tl.maximum(load_once(g + (token + row) * g_token + head * g_head, ok), LEAST_STEP)
+    size = load_once(beta + (token + row) * beta_token + head * beta_head, ok)
+    total = tl.cumsum(step)
+    between = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
+    weight = tl.where(causal, asked * between, 0.0)
+    tl.store(scores + out * 4096 + row[:, None] * 64 + row[None, :], weight.to(scores.dtype.element_ty))
+    last = tl.sum(step)
+    place = factors + out * 256 + row
+    tl.store(place, tl.exp(total) * of_k)
+    tl.store(place + 64, tl.exp(total) * of_q)
+    tl.store(place + 128, tl.exp(tl.minimum(last - total, 0.0)) * of_k)
+    tl.store(place + 192, tl.exp(last) + tl.zeros_like(total))
+    diagonal, beside, first, second = blocks_of(tl.where(strict, coupling * between * size[:, None], 0.0))
+    next_row = tl.reshape(tl.exp(step) * size, (4, 16))
+    transposed = nearest * next_row[:, None, :]
+    diagonal, beside, first, second = invert(diagonal, transposed, beside, first, second, FINE)
+    solve = assemble(diagonal, beside, first, second) * size[None, :]
+    at_out = inverse + out * 4096 + row[:, None] * 64 + row[None, :]
+    tl.store(at_out, solve.to(inverse.dtype.element_ty))

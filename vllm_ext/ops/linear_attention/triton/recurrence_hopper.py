@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-CAPABILITY = (9, 0)
 KEY_DIMS = (64, 128)
 _LEAST_COLUMNS = 64
 _MOST_STAGES = 3

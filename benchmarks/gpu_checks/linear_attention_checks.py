@@ -1,0 +1,260 @@
+"""GDN and KDA prefill in Triton on a GPU against FP64, at the sizes and in the ways the interpreter cannot show.
+
+    python benchmarks/gpu_checks/linear_attention_checks.py [--fla] [--quick] [--workers 12] [--out FILE]
+
+Each case is computed by the kernels and, in FP64, by the plain-torch backend; the relative errors of outputs and final
+states must stay below what 16-bit operands leave. --fla computes the cases that fla-core takes with it as well, on the
+same inputs. --quick runs a few small cases without a reference, for compute-sanitizer. The last line printed is JSON;
+exit status 0 when every case holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from vllm_ext.ops.linear_attention import chunk_gated_delta_rule, chunk_kda  # noqa: E402
+from vllm_ext.ops.linear_attention.sample import sample_operands, sample_state  # noqa: E402
+
+FUNCTIONS = {"gdn": chunk_gated_delta_rule, "kda": chunk_kda}
+# Measured: 3.0e-3 to 3.7e-3 in BF16, 4.0e-4 to 5.5e-4 in FP16, whatever the size.
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """heads (key, value), dims (K, V); lengths of packed sequences, or of the batch's equal ones when not packed."""
+
+    name: str
+    lengths: tuple[int, ...]
+    heads: tuple[int, int] = (2, 4)
+    dims: tuple[int, int] = (128, 128)
+    dtype: torch.dtype = torch.bfloat16
+    packed: bool = True
+    normalise: bool = True
+    state: torch.dtype | None = torch.float32
+    state_v_first: bool = True
+    scale: float | None = None
+    gate_divisor: float | None = None
+    ops: tuple[str, ...] = ("gdn", "kda")
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = (
+    Case("one sequence", (300,)),
+    Case("ragged end", (130,)),
+    Case("short prompts", (1, 2, 15, 31, 33, 63)),
+    Case("empty sequences", (0, 64, 0, 66, 0)),
+    Case("many short sequences", (5,) * 150),
+    Case("mixed batch", (1, 1, 1, 700, 129)),
+    Case("long", (8192,), heads=(1, 4)),
+    Case("unequal", (3584, 512), heads=(1, 4)),
+    Case("batch, K first", (200, 200, 200), packed=False, normalise=False, state_v_first=False),
+    Case("no state", (200,), state=None),
+    Case("BF16 state", (200,), state=torch.bfloat16),
+    Case("FP16 state, K first", (200,), dtype=torch.float16, state=torch.float16, state_v_first=False),
+    Case("FP16", (500, 77), dtype=torch.float16),
+    Case("head size 64", (300, 40), dims=(64, 64)),
+    Case("head size 256", (300, 40), dims=(256, 256)),
+    Case("K 64, V 128", (300,), dims=(64, 128)),
+    Case("K 128, V 64", (300,), dims=(128, 64)),
+    Case("heads 1/1", (200,), heads=(1, 1)),
+    Case("heads 16/32", (200,), heads=(16, 32)),
+    Case("heads 16/64", (200,), heads=(16, 64)),
+    Case("heads 4/16", (200,), heads=(4, 16)),
+    # flash-linear-attention's parametrisations, in 16 bits: lengths, heads, scale, divisor of the log-sigmoid gates.
+    Case("FLA 2x500 d 60", (500, 500), (4, 4), (60, 60), packed=False, scale=1.0, gate_divisor=1.0),
+    Case("FLA 1x63", (63,), (1, 1), (64, 64), packed=False, scale=1.0, gate_divisor=1.0),
+    Case("FLA 2x1000", (1000, 1000), (2, 8), packed=False, scale=1.0, gate_divisor=0.1),
+    Case("FLA 3x1024", (1024,) * 3, (2, 2), packed=False, scale=0.1, gate_divisor=1.0),
+    Case("FLA 4x1024", (1024,) * 4, (3, 3), packed=False, scale=1.0, gate_divisor=10.0),
+    Case("FLA 4x2048", (2048,) * 4, (4, 4), (64, 64), packed=False, scale=0.1, gate_divisor=1.0),
+    Case("FLA 2x1024 FP16", (1024,) * 2, (4, 8), dtype=torch.float16, packed=False, scale=1.0, gate_divisor=10.0),
+)
+QUICK = ("short prompts", "empty sequences", "batch, K first", "head size 64", "K 128, V 64", "segments")
+
+
+def operands(case: Case, op: str) -> dict[str, Any]:
+    """Keyword arguments of the operator on the GPU."""
+    batch, tokens = (1, sum(case.lengths)) if case.packed else (len(case.lengths), case.lengths[0])
+    x = sample_operands(
+        op, batch, tokens, *case.heads, *case.dims, dtype=case.dtype, normalised=not case.normalise, device="cuda"
+    )
+    if case.gate_divisor is not None:
+        generator = torch.Generator().manual_seed(1)
+        g = torch.nn.functional.logsigmoid(torch.rand(x["g"].shape, generator=generator)) / case.gate_divisor
+        x["g"] = g.cuda()
+    state = None
+    if case.state is not None:
+        state = sample_state(len(case.lengths), case.heads[1], *case.dims).to(case.state).cuda()
+        state = state.transpose(-1, -2).contiguous() if case.state_v_first else state
+    bounds = torch.tensor([0, *torch.tensor(case.lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    return {
+        **x,
+        "scale": case.scale,
+        "initial_state": state,
+        "output_final_state": True,
+        "cu_seqlens": bounds if case.packed else None,
+        "use_qk_l2norm_in_kernel": case.normalise,
+        "state_v_first": case.state_v_first,
+    }
+
+
+def wide(call: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in call.items()}
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """||got - expected|| / ||expected||; infinite when got is not finite."""
+    if not bool(torch.isfinite(got).all()):
+        return float("inf")
+    norm = expected.double().norm()
+    return float((got.double() - expected.double()).norm() / norm) if norm else float(got.double().norm())
+
+
+def fla_errors(op: str, call: dict[str, Any], expected: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
+    """fla-core's errors on the same inputs."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_gdn
+    from fla.ops.kda import chunk_kda as fla_kda
+
+    lengths = {} if call["cu_seqlens"] is None else {"cu_seqlens": call["cu_seqlens"].long()}
+    got = (fla_gdn if op == "gdn" else fla_kda)(**{**call, **lengths})
+    return [error(x, y) for x, y in zip(got, expected, strict=True)]
+
+
+def check_case(task: tuple[Case, str, bool]) -> Result:
+    """One case in a worker."""
+    case, op, fla = task
+    result: Result = {"case": case.name, "op": op, "ok": False}
+    try:
+        call = operands(case, op)
+        o, state = FUNCTIONS[op](**call, **case.options)
+        expected = FUNCTIONS[op](**wide(call), backend="cpu")
+        assert state is not None
+        assert expected[1] is not None
+        result["errors"] = [error(o, expected[0]), error(state, expected[1])]
+        again = FUNCTIONS[op](**call, **case.options)
+        result["same_bits"] = torch.equal(o, again[0]) and torch.equal(state, again[1])
+        result["ok"] = max(result["errors"]) < TOLERANCE[case.dtype] and result["same_bits"]
+        if fla:
+            result["fla_errors"] = fla_errors(op, call, (expected[0], expected[1]))
+    except Exception:
+        result["failed"] = traceback.format_exc()[-600:]
+    return result
+
+
+def check_segments(op: str) -> Result:
+    """Segments of two chunks give what whole sequences give, on both kernels of the recurrence."""
+    from vllm_ext.ops.linear_attention.problem import Call
+    from vllm_ext.ops.linear_attention.triton import backend, plan
+
+    call = operands(Case("segments", (700, 0, 1, 300)), op)
+    expected = FUNCTIONS[op](**wide(call), backend="cpu")
+    given = Call(**{**call, "scale": 128**-0.5})
+    errors = []
+    hopper = backend._hopper
+    try:
+        for choice in (hopper, lambda *_: False):
+            backend._hopper = choice
+            for block, segment in ((64, 2), (128, 3), (64, None)):
+                got = backend.run(given, op, plan.Mapping(plan.SEGMENTS, block, segment))
+                errors += [error(x, y) for x, y in zip(got, expected, strict=True)]
+    finally:
+        backend._hopper = hopper
+    return {"case": "segments", "op": op, "errors": errors, "ok": max(errors) < TOLERANCE[torch.bfloat16]}
+
+
+def check_graph(op: str) -> Result:
+    """A captured call gives the same bits, and follows offsets that change after the capture."""
+    call = operands(Case("graph", (300, 212)), op)
+    function = FUNCTIONS[op]
+    function(**call)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = function(**call)
+    for bounds in ([0, 300, 512], [0, 17, 512], [0, 512, 512]):
+        call["cu_seqlens"].copy_(torch.tensor(bounds, dtype=torch.int32))
+        graph.replay()
+        fresh = function(**call)
+        if not all(torch.equal(x, y) for x, y in zip(captured, fresh, strict=True)):
+            return {"case": "graph", "op": op, "ok": False, "bounds": bounds}
+    return {"case": "graph", "op": op, "ok": True}
+
+
+def check_refused(op: str) -> Result:
+    """FP32 operands are computed by the plain-torch backend on "auto" and refused by name on "triton"."""
+    call = operands(Case("FP32", (100,)), op)
+    narrow = {name: call[name].float() for name in ("q", "k", "v")}
+    o, _ = FUNCTIONS[op](**{**call, **narrow})
+    expected, _ = FUNCTIONS[op](**wide({**call, **narrow}), backend="cpu")
+    try:
+        FUNCTIONS[op](**{**call, **narrow}, backend="triton")
+        message = ""
+    except RuntimeError as refusal:
+        message = str(refusal)
+    return {"case": "FP32", "op": op, "ok": error(o, expected) < 1e-5 and "float32" in message}
+
+
+def quick() -> list[Result]:
+    """Small cases without a reference."""
+    results = []
+    for op in FUNCTIONS:
+        for case in CASES:
+            if case.name in QUICK:
+                o, state = FUNCTIONS[op](**operands(case, op))
+                finite = bool(torch.isfinite(o).all()) and bool(torch.isfinite(state).all())
+                results.append({"case": case.name, "op": op, "ok": finite})
+    return results
+
+
+def _run(task: tuple[str, Any]) -> Result:
+    kind, argument = task
+    special = {"segments": check_segments, "graph": check_graph, "FP32": check_refused}
+    try:
+        return check_case(argument) if kind == "case" else special[kind](argument)
+    except Exception:
+        return {"case": kind, "op": str(argument), "ok": False, "failed": traceback.format_exc()[-600:]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fla", action="store_true")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.quick:
+        results = quick()
+    else:
+        tasks: list[tuple[str, Any]] = [
+            ("case", (case, op, args.fla and case.dims[0] in (64, 128))) for case in CASES for op in case.ops
+        ]
+        tasks += [(kind, op) for kind in ("segments", "graph", "FP32") for op in FUNCTIONS]
+        with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
+            results = []
+            for result in pool.imap_unordered(_run, tasks):
+                results.append(result)
+                print(json.dumps(result), flush=True)
+    ok = all(result["ok"] for result in results)
+    document = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "ok": ok, "results": results}
+    if args.out:
+        args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({"ok": ok, "cases": len(results), "wrong": [r for r in results if not r["ok"]]}))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
