@@ -172,7 +172,7 @@ def chart(rows: list[dict[str, Any]], path: Path) -> None:
         axes.barh(arms, values, left=left, label=name, color=pyplot.get_cmap("tab20")(index))
         left = [a + b for a, b in zip(left, values, strict=True)]
     wall = [next(r["wall_ms"] for r in rows if r["arm"] == arm) for arm in arms]
-    axes.plot(wall, arms, "k|", markersize=22, label="wall time of a step")
+    axes.plot(wall, arms, "k|", markersize=14, label="wall time of a step")
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds a denoising step")
     axes.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.25))
