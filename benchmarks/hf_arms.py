@@ -30,7 +30,7 @@ class Arm:
     capture: bool = False
     sampler: bool = False
     encoder: bool = False
-    replay: bool = True
+    replay: bool = False
 
     @property
     def patched(self) -> bool:
@@ -47,7 +47,7 @@ ARMS = {
         STOCK,
         Arm("free", "free"),
         EXPERTS,
-        Arm("experts-launched", "w4", replay=False),
+        Arm("experts-replayed", "w4", replay=True),
         Arm("stock-captured", capture=True),
         Arm("free-captured", "free", capture=True),
         Arm("experts-captured", "w4", capture=True),

@@ -158,7 +158,7 @@ def _owned(module: torch.nn.Module) -> bool:
 
 # Pairs run early and late, so that a host or a GPU that changes speed shows.
 DEFAULT_ARMS = (
-    "stock", "experts", "free", "experts-launched", "free", "experts", "stock",
+    "stock", "experts", "free", "experts-replayed", "free", "experts", "stock",
     "stock-captured", "experts-captured", "free-captured", "experts-captured", "stock-captured",
     "kit", "kit-encoder", "kit-no-capture", "kit-no-sampler", "kit-no-layers", "kit-bf16", "kit",
 )  # fmt: skip

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def model() -> Any:
     model = tiny.diffusion_gemma(torch.bfloat16).cuda()
-    quantize_experts(model, group_sizes=(16, 8), progress=False)
+    quantize_experts(model, group_sizes=(16, 8), progress=False, replay=True)
     return model
 
 

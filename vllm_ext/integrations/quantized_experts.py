@@ -62,7 +62,8 @@ class QuantizedExperts(nn.Module):
             self._plain = (w13, w2)
         self.scale_dtype = w13.scale.dtype
         self._keep_biases(weights)
-        self.graphs: LayerGraphs | None = LayerGraphs()
+        # Set by `quantize_experts(replay=True)`.
+        self.graphs: LayerGraphs | None = None
 
     def _describe(self, weights: ExpertWeights) -> None:
         self.identity = weights.identity
