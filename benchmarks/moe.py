@@ -62,6 +62,7 @@ class Arm:
     ours: bool
     tokens: tuple[int, ...] = ()
     compiles: bool = True  # kernels of its own, at the first call
+    asked: bool = False  # timed only when named
 
 
 def _ours(batch_invariant: bool, shape: Shape, w13: QuantizedWeight, w2: QuantizedWeight) -> Call:
@@ -84,7 +85,7 @@ ARMS = (
     Arm("BF16", moe_peers.bf16, "float", False),
     Arm("Marlin, zero points", moe_peers.marlin, "int", False, compiles=False),
     Arm("Marlin, symmetric", moe_peers.marlin, None, False, compiles=False),
-    Arm("humming", moe_peers.humming, "float", False, compiles=False),
+    Arm("humming", moe_peers.humming, "float", False, asked=True),
     Arm("WNA16", moe_peers.wna16, "int", False, (1, 64, 256, 4096)),
 )
 
@@ -158,13 +159,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Options."""
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
-    parser.add_argument("--arms", nargs="+", choices=[arm.name for arm in ARMS], default=[arm.name for arm in ARMS])
+    parser.add_argument("--arms", nargs="+", choices=[arm.name for arm in ARMS], default=None)
     parser.add_argument("--workers", type=int, default=min(15, os.cpu_count() or 1), help="processes that compile")
     parser.add_argument("--replays", type=int, default=15)
 
 
 def _arms(args: argparse.Namespace) -> list[Arm]:
-    return [arm for arm in ARMS if arm.name in args.arms]
+    return [arm for arm in ARMS if (arm.name in args.arms if args.arms else not arm.asked)]
 
 
 def check(args: argparse.Namespace) -> None:

@@ -18,11 +18,18 @@ import torch
 from vllm_ext.benchmarks.moe_common import SHAPES, Shape, random_experts, relative_error, routings
 
 from vllm_ext.ops.moe import fused_moe_w4a16, prepare_experts
-from vllm_ext.ops.moe.experts import PreparedExperts
+from vllm_ext.ops.moe.experts import CallOptions, PreparedExperts
+from vllm_ext.ops.moe.triton import backend as triton_backend
+from vllm_ext.ops.moe.triton.config import GemmConfig, LaunchConfig
 from vllm_ext.quantization import QuantizedWeight
 
 # 16-bit inputs, weights and intermediates: two roundings of 2^-9 and one of the output land near 3e-3.
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1.5e-3}
+# The streaming kernels, asked for where a table would not.
+STREAMED = {
+    "few": LaunchConfig(GemmConfig(8, 64, 4, 12, programs=4), GemmConfig(16, 128, 8, 12, programs=2)),
+    "some": LaunchConfig(GemmConfig(32, 128, 8, 12, programs=2), GemmConfig(32, 64, 4, 12, programs=4)),
+}
 ODD = Shape("odd sizes", 200, 88, 6, 3, 32, 8, "silu")
 
 
@@ -40,13 +47,16 @@ class Case:
     batch_invariant: bool = False
     expert_map: bool = False
     padding: bool = False
+    streamed: str | None = None
 
 
 def cases(small: bool) -> list[Case]:
     """What is checked; `small` ends in seconds under compute-sanitizer."""
     tiny = Shape("tiny", 256, 128, 8, 2, 64, 32, "gelu_tanh")
     if small:
-        return [Case(tiny, 3), Case(tiny, 70, padding=True), Case(ODD, 17, None, bias=True), Case(tiny, 600)]
+        whole = Shape("whole tiles", 256, 192, 8, 2, 128, 64, "silu")
+        made = [Case(tiny, 3), Case(tiny, 70, padding=True), Case(ODD, 17, None, bias=True), Case(tiny, 600)]
+        return made + [Case(whole, m, streamed=kind) for m, kind in ((5, "few"), (40, "some"))]
     dg, qwen, qwen35 = (SHAPES[n] for n in ("DiffusionGemma", "Qwen3-30B-A3B", "Qwen3.5-35B-A3B"))
     made = [Case(dg, m) for m in (1, 8, 32, 64, 256, 1024, 4096)]
     made += [Case(qwen, m) for m in (1, 64, 1024)] + [Case(qwen35, m) for m in (1, 256, 4096)]
@@ -54,6 +64,9 @@ def cases(small: bool) -> list[Case]:
     made += [Case(tiny, 33, activation=a, bias=True) for a in ("silu", "gelu", "gelu_tanh", "relu2", "swigluoai")]
     made += [Case(ODD, m, zero, bias=True) for m in (5, 200) for zero in ("float", "int", None)]
     made += [Case(qwen, 64, weight_on_input=True), Case(qwen, 64, expert_map=True), Case(dg, 300, batch_invariant=True)]
+    made += [Case(dg, 64, zero, streamed="few") for zero in ("int", None)]
+    made += [Case(dg, m, dtype=torch.float16, streamed=k) for m, k in ((32, "few"), (300, "some"))]
+    made += [Case(qwen, m, expert_map=True, streamed=k) for m, k in ((64, "few"), (256, "some"))]
     return [*made, Case(dg, 128, padding=True), Case(dg, 16, padding=True)]
 
 
@@ -103,12 +116,20 @@ class Built:
 
     def call(self, experts: PreparedExperts, rows: slice = slice(None)) -> torch.Tensor:
         """The layer on some of the rows."""
+        activation = self.case.activation or self.case.shape.activation
+        if self.case.streamed and experts.backend == triton_backend.NAME:
+            launch, options = STREAMED[self.case.streamed], CallOptions(activation)
+            if triton_backend.served(launch, experts, self.x[rows], options) != launch:
+                raise RuntimeError(f"moe_checks: {self.case} is not served by the streaming kernels")
+            return triton_backend.run(
+                launch, self.x[rows], experts, self.topk_weights[rows], self.ids[rows], self.map, options
+            )
         return fused_moe_w4a16(
             self.x[rows],
             experts,
             self.topk_weights[rows],
             self.ids[rows],
-            activation=self.case.activation or self.case.shape.activation,
+            activation=activation,
             expert_map=self.map,
             batch_invariant=self.case.batch_invariant,
             apply_router_weight_on_input=self.case.weight_on_input,

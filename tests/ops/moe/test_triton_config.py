@@ -10,9 +10,12 @@ import torch
 
 pytest.importorskip("triton")
 
+from moe_samples import make_layer
+
 from vllm_ext.ops.moe import ExpertsMeta, backend_status
 from vllm_ext.ops.moe.dispatch import select_backend
-from vllm_ext.ops.moe.triton import backend, config
+from vllm_ext.ops.moe.experts import CallOptions
+from vllm_ext.ops.moe.triton import backend, config, stream
 
 META = ExpertsMeta("triton", 128, 2816, 704, 128, 64, True, "float", torch.bfloat16)
 TABLES = sorted((Path(config.__file__).parent / "configs").glob("*.json"))
@@ -36,7 +39,7 @@ def test_shipped_tables_hold_configurations_that_can_be_launched() -> None:
                 launch = config.LaunchConfig.from_json(entry)
                 assert config.LaunchConfig.from_json(launch.to_json()) == launch
                 for gemm in (launch.gate_up, launch.down):
-                    assert gemm.block_tokens in (16, 32, 64, 128)
+                    assert gemm.block_tokens in (8, 16, 32, 64, 128)
                     assert gemm.block_rows % 64 == 0
                     assert gemm.scaling in ("sum", "operand")
                     assert gemm.unroll >= 1
@@ -51,6 +54,35 @@ def test_small_batches_all_sum_in_one_order() -> None:
                 launch = config.LaunchConfig.from_json(entry)
                 if float(key) <= 16:
                     assert launch.gate_up.scaling == launch.down.scaling == "sum"
+                    assert not launch.gate_up.programs
+                    assert not launch.down.programs
+
+
+def test_streaming_kernels_are_left_where_they_cannot_serve() -> None:
+    """A table is made without biases and on one GPU; the same row must run with biases and on another device."""
+    layer = make_layer(experts=2, hidden=256, intermediate=128, groups=(128, 128))
+    experts = backend.prepare(layer.w13, layer.w2, None, None, torch.device("cpu"), torch.bfloat16)
+    streamed = config.GemmConfig(8, 64, 4, 12, programs=4)
+    asked = config.LaunchConfig(streamed, streamed)
+    got = backend.served(asked, experts, layer.x, CallOptions())
+    assert not got.gate_up.programs
+    assert not got.down.programs
+    assert got.gate_up.block_tokens == got.down.block_tokens == 16
+    tiles = config.rule(4)
+    assert backend.served(tiles, experts, layer.x, CallOptions()) == tiles
+
+
+@pytest.mark.parametrize(("tokens", "rows", "warps", "programs"), [(8, 64, 4, 4), (16, 128, 8, 2), (32, 128, 8, 2)])
+def test_streaming_programs_fit_on_a_multiprocessor(tokens: int, rows: int, warps: int, programs: int) -> None:
+    """Registers and shared memory of `programs` programs; fewer would leave the persistent grid waiting for a place."""
+    gemm = config.GemmConfig(tokens, rows, warps, 12, programs=programs)
+    sizes = stream.Sizes(2816, 1408, 128, 32, 128)
+    assert sizes.covered(gemm)
+    assert not sizes.covered(config.GemmConfig(8, 256, 8, 12, programs=2))
+    assert not stream.Sizes(704, 2816, 64, 32, 32).covered(gemm)
+    assert gemm.programs * (gemm.num_warps + 4) * 32 * stream.registers(gemm) <= 1 << 16
+    ring = stream.stages(gemm, sizes) * (gemm.block_rows * 68 + gemm.block_tokens * 260)
+    assert 0 < ring * gemm.programs < 227 << 10
 
 
 def test_a_tuned_shape_takes_the_row_below_its_slots_an_expert(h200: None) -> None:

@@ -153,7 +153,7 @@ def served(
 def _or_tiles(gemm: GemmConfig, plain: bool, size: stream.Sizes) -> GemmConfig:
     if not gemm.programs or (plain and size.covered(gemm)):
         return gemm
-    return GemmConfig(max(16, gemm.block_tokens), 128, 8 if gemm.block_tokens >= 128 else 4, 3, gemm.scaling)
+    return GemmConfig(max(16, gemm.block_tokens), 128, 4, 3)
 
 
 @functools.lru_cache(maxsize=64)
@@ -183,7 +183,8 @@ def align_call(
     form = _form(config.gate_up, x.dtype, meta.group_size_w13, plane)
     token = TokenForm(_sum_width(meta.group_size_w13, plane), plane, form.activation_exponent, form.plane_step)
     blocks = (config.gate_up.block_tokens, config.down.block_tokens)
-    return align(x, topk_ids, expert_map, meta.num_experts, blocks, token, words=experts.tensors["w13_words"])
+    words = experts.tensors["w13_words"] if config.gate_up.programs else None
+    return align(x, topk_ids, expert_map, meta.num_experts, blocks, token, words=words)
 
 
 def gate_up(

@@ -39,24 +39,6 @@ lop3.b32 $2, b, 0x000F000F, 0x64006400, 0xEA;
 lop3.b32 $3, c, 0x000F000F, 0x64006400, 0xEA;
 }
 """)
-# The same for two of the four planes, those in the low or in the high byte.
-_BF16_LOW = tl.constexpr("and.b32 $0, $2, 0x000F000F; and.b32 $1, $2, 0x00F000F0;")
-_BF16_HIGH = tl.constexpr("""
-{
-.reg .b32 high;
-shr.u32 high, $2, 8;
-and.b32 $0, high, 0x000F000F;
-and.b32 $1, high, 0x00F000F0;
-}
-""")
-_FP16_PAIR = tl.constexpr("""
-{
-.reg .b32 b;
-shr.u32 b, $2, 4;
-lop3.b32 $0, $2, 0x000F000F, 0x64006400, 0xEA;
-lop3.b32 $1, b, 0x000F000F, 0x64006400, 0xEA;
-}
-""")
 _FP16_OFFSET = 1024
 _BF16_FMA = tl.constexpr("fma.rn.bf16x2 $0, $1, $2, $3;")
 _FP16_ADD_MULTIPLY = tl.constexpr("add.rn.f16x2 $0, $1, $2; mul.rn.f16x2 $0, $0, $3;")
@@ -110,18 +92,6 @@ def expand(words, dtype: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def expand_pair(words, HIGH: tl.constexpr, dtype: tl.constexpr):
-    """int16 words [R, P] to two of their nibble planes [R, P] in `CodeForm`: the first two, or with HIGH the others."""
-    if dtype == tl.bfloat16:
-        asm: tl.constexpr = _BF16_HIGH if HIGH else _BF16_LOW
-        p0, p1 = tl.inline_asm_elementwise(asm, "=r,=r,r", [words], (tl.bfloat16, tl.bfloat16), True, 2)
-    else:
-        shifted = words >> 8 if HIGH else words
-        p0, p1 = tl.inline_asm_elementwise(_FP16_PAIR, "=r,=r,r", [shifted], (tl.float16, tl.float16), True, 2)
-    return p0, p1
-
-
-@triton.jit
 def scale_codes(
     plane, scale, TIMES: tl.constexpr, OFFSET: tl.constexpr, SCALE_EXPONENT: tl.constexpr, ASM: tl.constexpr
 ):
@@ -139,9 +109,7 @@ def scale_codes(
         out = tl.inline_asm_elementwise(_BF16_FMA, "=r,r,r,r", [plane, factor, middle], tl.bfloat16, True, 2)
     elif ASM and plane.dtype == tl.float16:
         factor = tl.broadcast_to(scale.to(plane.dtype), plane.shape)
-        # A constant in the scales' layout, whichever language this is compiled in.
-        middle = tl.where(scale == scale, -OFFSET - CENTER, -OFFSET - CENTER).to(plane.dtype)
-        middle = tl.broadcast_to(middle, plane.shape)
+        middle = tl.full(plane.shape, -OFFSET - CENTER, tl.float16)
         out = tl.inline_asm_elementwise(_FP16_ADD_MULTIPLY, "=r,r,r,r", [plane, middle, factor], tl.float16, True, 2)
     else:
         out = (plane - CENTER) * scale

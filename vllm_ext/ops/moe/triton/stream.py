@@ -1,8 +1,7 @@
-"""Launching the streaming GEMMs: which calls they serve, and with what.
+"""Launching the streaming GEMMs (`stream_kernel.py`): which calls they serve, and with what.
 
-A configuration asks for them with `programs`, the persistent programs of a multiprocessor: for few tokens with "sum"
-scaling (`stream_kernel.py`), for many with "operand" (`wide_kernel.py`). They serve gated experts without biases on
-compute capability 9.0, in sizes that whole tiles cover; everything else is served by `gemm.py`.
+A configuration asks for them with `programs`, the persistent programs of a multiprocessor. They serve gated experts
+without biases on compute capability 9.0, in sizes that whole tiles cover; everything else is served by `gemm.py`.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ CAPABILITY = (9, 0)
 _WARP_LANES = 32
 _REGISTERS = 1 << 16
 _SHARED_MEMORY = 227 << 10
-_SUM_CHUNK = 16
 _PRODUCER_WARPS = 4  # registers are given out to four
 _PRODUCER_REGISTERS = 40
-_WIDE_PRODUCER_REGISTERS = 72
 
 
 @dataclass(frozen=True)
@@ -40,13 +37,7 @@ class Sizes:
     def covered(self, gemm: GemmConfig) -> bool:
         """Whether whole tiles cover the weight, each within a group."""
         tile = 4 * self.plane
-        rows = gemm.block_rows // 2 if wide(gemm) else gemm.block_rows
-        return self.columns % tile == 0 and self.group % tile == 0 and self.rows % rows == 0
-
-
-def wide(gemm: GemmConfig) -> bool:
-    """Whether a configuration asks for the kernel for many tokens; its last tile of rows may be half a tile."""
-    return bool(gemm.programs) and gemm.scaling == "operand"
+        return self.columns % tile == 0 and self.group % tile == 0 and self.rows % gemm.block_rows == 0
 
 
 @functools.lru_cache(maxsize=16)
@@ -76,8 +67,6 @@ def registers(gemm: GemmConfig) -> int:
 
 def producer(gemm: GemmConfig) -> tuple[int, int]:
     """The producer's warps, one for every 16 rows of activations, and the registers of a thread."""
-    if wide(gemm):
-        return _PRODUCER_WARPS, _WIDE_PRODUCER_REGISTERS
     return max(1, gemm.block_tokens // 16), _PRODUCER_REGISTERS
 
 
@@ -85,11 +74,8 @@ def stages(gemm: GemmConfig, sizes: Sizes) -> int:
     """Tiles in the ring: what the configuration asks for, or as many as shared memory holds."""
     tile = 4 * sizes.plane
     stage = gemm.block_rows * (tile // 2 + 4) + gemm.block_tokens * tile * 2 + 16
-    stage += 0 if wide(gemm) else gemm.block_tokens * tile // sizes.sum_width * 4
+    stage += gemm.block_tokens * tile // sizes.sum_width * 4
     rest = gemm.block_rows * gemm.block_tokens + 1024
-    if wide(gemm):
-        chunks = -(-(sizes.columns // sizes.sum_width) // _SUM_CHUNK)
-        rest = chunks * 2 * gemm.block_tokens * _SUM_CHUNK * 2 + gemm.block_rows * gemm.block_tokens // 2 + 1024
     return max(1, min(gemm.num_stages, (_SHARED_MEMORY // gemm.programs - 1024 - rest) // stage))
 
 
@@ -112,8 +98,8 @@ def kernel_shape(
     """SHAPE of the kernels; `stream_kernel` explains it."""
     tile = (sizes.columns, sizes.rows, sizes.group, sizes.plane, sizes.sum_width, gemm.block_rows, gemm.block_tokens)
     operand = tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
-    exponents = (form.unit - form.activation_exponent, sums_stride, form.scale_exponent, 2**form.plane_step)
-    return (*tile, stages(gemm, sizes), operand, factor_dtype, form.offset, *exponents)
+    exponent = form.unit - form.activation_exponent
+    return (*tile, stages(gemm, sizes), operand, factor_dtype, form.offset, exponent, sums_stride)
 
 
 def launch(
@@ -137,14 +123,12 @@ def launch(
 ) -> None:
     """Run one GEMM: gate and up with `out_sums` given, else down. `epilogue` is explained in `stream_kernel`."""
     from vllm_ext.ops.moe.triton.stream_kernel import stream_kernel
-    from vllm_ext.ops.moe.triton.wide_kernel import wide_kernel
 
     if not sizes.covered(gemm):
         raise ValueError(f"stream.launch: {sizes} is not covered by whole tiles of {gemm.block_rows} rows")
     tiles, factor_tiles = _descriptors(words, factors, gemm.block_rows)
     programs = min(_multiprocessors(x.device) * gemm.programs, blocks.shape[0] * -(-sizes.rows // gemm.block_rows))
-    kernel = wide_kernel if wide(gemm) else stream_kernel
-    kernel[(programs,)](
+    stream_kernel[(programs,)](
         tiles,
         factor_tiles,
         factors,

@@ -25,12 +25,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from vllm_ext.ops.moe.triton.activation import gated
 from vllm_ext.ops.moe.triton.dequant import expand, scale_activations
 
-# Triton renamed these after 3.6.
+# Triton renamed both after 3.6.
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 load_rows = (
     async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 )  # fmt: skip
-all_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
