@@ -38,6 +38,26 @@ def adapter_of(model: Path, target: Path, modules: tuple[str, ...] = TARGETS) ->
     return added
 
 
+def fuse_packed(source: Path, target: Path) -> None:
+    """Store the experts of a packed checkpoint as 3-D tensors over all of them (C04)."""
+    shutil.copytree(source, target)
+    tensors = load_file(source / "model.safetensors")
+    fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    layers = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
+    for layer in layers:
+        for role in ("packed", "scale", "zero_point"):
+
+            def of_all(projection: str, layer: str = layer, role: str = role) -> torch.Tensor:
+                names = [f"{layer}.experts.{expert}.{projection}.weight_{role}" for expert in range(8)]
+                return torch.stack([tensors[name] for name in names])
+
+            fused[f"{layer}.experts.gate_up_proj.weight_{role}"] = torch.cat(
+                (of_all("gate_proj"), of_all("up_proj")), 1
+            )
+            fused[f"{layer}.experts.down_proj.weight_{role}"] = of_all("down_proj")
+    save_file(fused, target / "model.safetensors", {"format": "pt"})
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tiny_model, tmp_path_factory):
     root = tmp_path_factory.mktemp("features")
@@ -55,13 +75,21 @@ def checkpoints(tiny_model, tmp_path_factory):
     save_file(tensors, merged / "model.safetensors", {"format": "pt"})
     assert quantize_main([str(plain), str(root / "packed"), "--quiet"]) == 0
     assert quantize_main([str(other), str(root / "other packed"), "--quiet"]) == 0
-    made = ("merged", "packed", "other packed", "adapter", "expert adapter")
+    exported = root / "exported"
+    assert quantize_main([str(plain), str(exported), "--quiet", "--format", "compressed-tensors"]) == 0
+    fuse_packed(exported, root / "exported, fused")
+    short = root / "short"
+    shutil.copytree(plain, short)
+    tensors = load_file(short / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+    save_file(tensors, short / "model.safetensors", {"format": "pt"})
+    made = ("short", "exported", "exported, fused", "merged", "packed", "other packed", "adapter", "expert adapter")
     return {"plain": str(plain), "other": str(other), **{name: str(root / name) for name in made}}
 
 
 @pytest.fixture(scope="module")
 def answers(run_engines, checkpoints, prompts):
-    """Every engine of this file, by name; the one meant to fail is last."""
+    """Every engine of this file, by name; those meant to fail are last."""
     plain, packed, w4 = checkpoints["plain"], checkpoints["packed"], families.W4
     chunked = {"max_num_batched_tokens": 64, "enable_chunked_prefill": True}
     jobs = {
@@ -76,6 +104,9 @@ def answers(run_engines, checkpoints, prompts):
         "other": {"model": checkpoints["other"], "options": w4},
         "reloaded": {"model": plain, "options": w4, "reload": checkpoints["other"]},
         "reloaded, packed": {"model": packed, "reload": checkpoints["other packed"]},
+        "exported": {"model": checkpoints["exported"], "options": w4},
+        "exported, fused": {"model": checkpoints["exported, fused"], "options": w4},
+        "weight missing": {"model": checkpoints["short"], "options": w4},
         "LoRA of experts": {"model": packed, "options": LORA, "lora": checkpoints["expert adapter"]},
     }
     results = run_engines([{"prompts": prompts[:6], **job} for job in jobs.values()], timeout=500)
@@ -122,6 +153,19 @@ def test_greedy_tokens_part_only_where_two_tokens_tie(answers, run, same):
     margin = first_difference(answers[same], answers[run])
     assert margin is None or margin < 0.25
     assert first_difference(answers["whole"], answers["merged"]) > 0.25, "the adapter would not be noticed"
+
+
+def test_packed_experts_fused_in_one_tensor_load_like_separate_ones(answers):
+    """C04: vLLM's loaders know fused names for 16-bit weights only, and passed over packed ones."""
+    assert answers["exported, fused"].get("error") is None
+    assert answers["exported, fused"]["log_probs"] == answers["exported"]["log_probs"]
+
+
+def test_experts_that_did_not_arrive_are_not_quantised_from_whatever_memory_held(answers):
+    """A 16-bit checkpoint that lacks a weight: vLLM processes the layer all the same."""
+    error = answers["weight missing"]["error"]
+    assert "model.layers.1.mlp.experts" in error
+    assert "elements of its experts arrived" in error
 
 
 def test_adapters_of_experts_are_refused_by_name(answers):
