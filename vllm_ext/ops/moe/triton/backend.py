@@ -136,6 +136,8 @@ def served(
     config: LaunchConfig, experts: PreparedExperts, hidden_states: torch.Tensor, options: CallOptions
 ) -> LaunchConfig:
     """`config`, with the streaming kernels replaced where they cannot serve the call."""
+    if not (config.gate_up.programs or config.down.programs):
+        return config
     plain = (
         experts.meta.gated
         and "w13_bias" not in experts.tensors
