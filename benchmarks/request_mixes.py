@@ -285,7 +285,7 @@ class Comparison:
         if common < len(a.tokens) or common < len(b.tokens):
             self.diverged += 1
             # An abort is by step, so both must have come equally far.
-            if len(a.tokens) != len(b.tokens) and a.finish_reason == b.finish_reason:
+            if common >= min(len(a.tokens), len(b.tokens)):
                 self.failures.append(f"{name}: {len(a.tokens)} tokens against {len(b.tokens)}")
             elif common < len(a.margins) and a.margins[common] > 2 * tolerance.log_prob:
                 self.failures.append(

@@ -1,7 +1,7 @@
 """Random request mixes through real vLLM on the CPU, stock beside ha_npu; started by `test_linear_attention_mixes`.
 
     python request_mix_runner.py gdn|kda RESULT.json EXAMPLES
-    python request_mix_runner.py tensor-parallel RESULT.json EXAMPLES
+    python request_mix_runner.py kda-triton|tensor-parallel RESULT.json EXAMPLES
 
 RESULT holds what a property-based search found (the smallest mix that disagrees, if any), how far apart the engines
 were, which situations came up, and whether wrong kernels are noticed and refused sequences end as they should.
@@ -14,6 +14,7 @@ import random
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 # The first layer sees equal inputs in both engines: its state is held to what the kernels round (vLLM's GDN multiplies
 # in BF16; its KDA is stood in for by the FP64 definition, whose outputs round differently in one element of thousands).
 # Behind it the inputs differ by that. A state that is another request's, or stale, is off by 1 or more.
-STATE_TOLERANCES = {"gdn": (1e-2, 4e-2, 6e-2), "kda": (2e-6, 2e-2, 3e-2)}
-LOG_PROB_TOLERANCE = {"gdn": 0.15, "kda": 0.1}
+STATE_TOLERANCES = {"gdn": (1e-2, 4e-2, 6e-2), "kda": (2e-6, 2e-2, 3e-2), "kda-triton": (2e-3, 2e-2, 3e-2)}
+LOG_PROB_TOLERANCE = {"gdn": 0.15, "kda": 0.1, "kda-triton": 0.1}
 
 
 def write_model(kind: str, folder: Path, lower_bound: float | None = None, **changes: int) -> str:
@@ -127,19 +128,21 @@ def start(model: str, **options: Any) -> Any:
 class Mixes:
     """The pairs of engines of one kind of model, and what comparing them has found so far."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
+    def __init__(self, kind: str, folder: Path, tolerances: str = "", **options: Any) -> None:
+        """options: of every engine; tolerances: the key of those to use, the kind itself by default."""
         from vllm_ext.benchmarks import request_mixes as rm
 
-        self.tolerance = rm.Tolerance(STATE_TOLERANCES[kind], LOG_PROB_TOLERANCE[kind])
+        tolerances = tolerances or kind
+        self.tolerance = rm.Tolerance(STATE_TOLERANCES[tolerances], LOG_PROB_TOLERANCE[tolerances])
         self.comparisons = {name: rm.Comparison() for name in CONFIGURATIONS}
         self.seen: dict[str, list[Any]] = {name: [] for name in CONFIGURATIONS}
         self.model = write_model(kind, folder)
         safe = write_model(kind, folder, lower_bound=-5.0) if kind == "kda" else self.model
         models = {"plain": self.model, "prefix": safe, "speculative": self.model}
-        self.pairs = {
-            name: (start(models[name], **options), start(models[name], attention_backend="ha_npu", **options))
-            for name, options in CONFIGURATIONS.items()
-        }
+        self.pairs = {}
+        for name, own in CONFIGURATIONS.items():
+            both = {**own, **options}
+            self.pairs[name] = (start(models[name], **both), start(models[name], attention_backend="ha_npu", **both))
 
     def draw(self, name: str, integer: Any) -> Any:
         """A mix for the configuration: with prefix caching vLLM cuts at blocks, so a step must hold one."""
@@ -253,6 +256,32 @@ def one_kind(kind: str, folder: Path, examples: int) -> dict[str, Any]:
     }
 
 
+def interpreted(folder: Path, examples: int) -> dict[str, Any]:
+    """KDA by our Triton kernels under Triton's interpreter, `examples` mixes of each configuration.
+
+    In FP16, because the interpreter takes BF16 for whole numbers; so not GDN, for which vLLM's CPU build wants BF16.
+    """
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    mend_vllm()
+    import kda_on_cpu
+    from vllm_ext.benchmarks.request_mixes import situations
+
+    from vllm_ext.ops.linear_attention import dispatch
+
+    kda_on_cpu.install()
+    dispatch._AUTO["cpu"] = ("triton",)
+    mixes = Mixes("kda", folder, "kda-triton", dtype="float16")
+    for name in CONFIGURATIONS:
+        for seed in range(0, 2 * examples, 2):  # the odd ones' prompts are long for an interpreter
+            mixes.compare(name, mixes.draw(name, random.Random(seed).randint))
+    return {
+        name: {"situations": situations(mixes.seen[name]), **comparison.summary()}
+        for name, comparison in mixes.comparisons.items()
+    }
+
+
 def refuse_in_worker(worker: Any) -> None:
     """Make a worker's kernel refuse sequences of `REFUSED_LENGTH` tokens from now on."""
     from vllm_ext.benchmarks import request_mixes as rm
@@ -296,8 +325,8 @@ def tensor_parallel(folder: Path, examples: int) -> dict[str, Any]:
 def main(kind: str, result: str, examples: str) -> None:
     """See the module."""
     with tempfile.TemporaryDirectory() as folder:
-        run = tensor_parallel if kind == "tensor-parallel" else None
-        found = run(Path(folder), int(examples)) if run else one_kind(kind, Path(folder), int(examples))
+        run = {"tensor-parallel": tensor_parallel, "kda-triton": interpreted}.get(kind, partial(one_kind, kind))
+        found = run(Path(folder), int(examples))
     Path(result).write_text(json.dumps(found, indent=1))
 
 

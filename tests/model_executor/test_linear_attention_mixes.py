@@ -27,14 +27,14 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "DEBUG",
 }
 KDA_ENVIRONMENT = {"VLLM_KIMI_K3_GEMM_AR": "0", "VLLM_MLA_DISABLE": "1"}
-EXAMPLES = {"gdn": 45, "kda": 30, "tensor-parallel": 6}
+EXAMPLES = {"gdn": 45, "kda": 30, "tensor-parallel": 6, "kda-triton": 2}
 
 
 def run(kind, folder, **environment):
     """What request_mix_runner found, and its log."""
     pytest.importorskip("vllm")
     asked = os.environ.get("VLLM_EXT_REQUEST_MIXES")
-    examples = int(asked) if asked and kind != "tensor-parallel" else EXAMPLES[kind]
+    examples = int(asked) if asked and kind in ("gdn", "kda") else EXAMPLES[kind]
     process = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("request_mix_runner.py")), kind, "result.json", str(examples)],
         env={**os.environ, **ENVIRONMENT, **environment},
@@ -100,3 +100,14 @@ def test_two_ranks_agree_in_random_mixes_and_end_a_refused_request_alone(tmp_pat
     assert found["tokens_compared"] > 20
     assert found["situations"]["preempting_mixes"] > 0
     assert found["refused"] == []
+
+
+def test_triton_kernels_serve_as_the_definition_does(tmp_path):
+    """What a GPU runs, under Triton's interpreter: layouts, slots and continuation are those of a GPU's calls."""
+    pytest.importorskip("triton")
+    found, log = run("kda-triton", tmp_path, **KDA_ENVIRONMENT, TRITON_INTERPRET="1")
+    assert "model.layers.0.self_attn: kda prefill by vllm_ext backend triton" in log
+    for name, entry in found.items():
+        assert entry["first_failures"] == [], name
+        assert entry["states_compared"] > 0, name
+    assert found["plain"]["situations"]["continued_chunks"] > 0
