@@ -16,6 +16,7 @@ from vllm_ext.quantization.cli import quantize_main
 pytestmark = pytest.mark.vllm
 RANK, ALPHA = 4, 8
 TARGETS = ("q_proj", "v_proj")
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 LORA = {"enable_lora": True, "max_lora_rank": 8}
 
 
@@ -89,7 +90,7 @@ def checkpoints(tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answers(run_engines, checkpoints, prompts):
-    """Every engine of this file, by name; those meant to fail are last."""
+    """Every engine of this file, by name. Late come those meant to fail; no engine starts after one that speculates."""
     plain, packed, w4 = checkpoints["plain"], checkpoints["packed"], families.W4
     chunked = {"max_num_batched_tokens": 64, "enable_chunked_prefill": True}
     jobs = {
@@ -108,6 +109,7 @@ def answers(run_engines, checkpoints, prompts):
         "exported, fused": {"model": checkpoints["exported, fused"], "options": w4},
         "weight missing": {"model": checkpoints["short"], "options": w4},
         "LoRA of experts": {"model": packed, "options": LORA, "lora": checkpoints["expert adapter"]},
+        "speculation": {"model": packed, "options": {"speculative_config": SPECULATION}},
     }
     results = run_engines([{"prompts": prompts[:6], **job} for job in jobs.values()], timeout=500)
     return dict(zip(jobs, results, strict=True))
@@ -146,7 +148,8 @@ def first_difference(one, other):
 
 
 @pytest.mark.parametrize(
-    ("run", "same"), [("prefixes cached", "whole"), ("LoRA", "merged"), ("LoRA, packed", "merged")]
+    ("run", "same"),
+    [("prefixes cached", "whole"), ("speculation", "whole"), ("LoRA", "merged"), ("LoRA, packed", "merged")],
 )
 def test_greedy_tokens_part_only_where_two_tokens_tie(answers, run, same):
     assert "error" not in answers[run]

@@ -195,6 +195,9 @@ class FilledByCopy(torch.nn.Parameter):
     does nothing, and nothing would say so.
     """
 
+    weight_loader: Any
+    expert_loader: Any
+
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         """Load `source`, this rank's part of all experts, whole."""
         if not self.is_meta:

@@ -46,11 +46,8 @@ def wrap_get_all_weights(default_loader: Any) -> None:
 
 def known_names(weights: Iterable[Named], model: torch.nn.Module) -> Iterator[Named]:
     """`weights` as `model.load_weights` takes them; unchanged for a model without packed experts."""
-    layers = {
-        module.quant_method.prefix.removesuffix(".routed_experts"): module.quant_method
-        for module in model.modules()
-        if isinstance(getattr(module, "quant_method", None), PackedMoEMethod)
-    }
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    layers = {m.prefix.removesuffix(".routed_experts"): m for m in methods if isinstance(m, PackedMoEMethod)}
     if not layers:
         return iter(weights)
     split = split_fused(weights)
