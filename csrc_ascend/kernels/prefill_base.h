@@ -166,7 +166,7 @@ class Prefill {
         DataCopy(workspace_.Inverse(task_, chunk), scratch, kLowerSize);
     }
 
-    // T, by the multipliers of the diagonal tiles and -A below them.
+    // What the inversion works with, the multipliers of the diagonal tiles given; -A below them lies in L1.
     __aicore__ inline InverseBuffers InverseOf(const FloatTile& multipliers, const FloatTile& diagonal, const HalfTile& staging,
                                                const HalfTile& right) const {
         InverseBuffers b;
