@@ -39,31 +39,16 @@ cann = load_file("vllm_ext_cann", BINDING / "cann.py")
 
 
 def torch_options() -> dict[str, str]:
-    """What CMake must know of torch and torch_npu: folders, libraries, the C++ standard and ABI of their headers.
-
-    torch_npu is located, not imported: importing it starts CANN, which a machine that only builds need not have.
-    """
-    try:
-        import torch
-        from torch.utils import cpp_extension
-    except ImportError as error:
-        raise cann.CannError(
-            f"torch cannot be imported ({error}): install it, and pip with --no-build-isolation"
-        ) from None
-    spec = importlib.util.find_spec("torch_npu")
-    if spec is None or spec.origin is None:
-        raise cann.CannError("torch_npu is not installed: pip install torch-npu, then build with --no-build-isolation")
-    npu, lib = Path(spec.origin).parent, Path(torch.__file__).parent / "lib"
+    """What CMake must know of torch and torch_npu: folders, libraries, the C++ standard and ABI of their headers."""
+    torch = cann.torch_facts(os.environ)
     # torch_npu's headers name CANN's by two paths: from its own root, and from third_party.
-    includes = [*cpp_extension.include_paths(), *(npu / "include" / part for part in ("", "third_party/acl/inc"))]
-    libraries = [*(lib / f"lib{name}.so" for name in ("torch", "torch_cpu", "c10")), npu / "lib" / "libtorch_npu.so"]
-    modern = "-std=c++20" in Path(cpp_extension.__file__).read_text(encoding="utf-8")
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    includes = [*torch.includes, *(torch.npu / "include" / part for part in ("", "third_party/acl/inc"))]
+    libraries = [*(torch.libraries / f"lib{name}.so" for name in ("torch", "torch_cpu", "c10"))]
     return {
-        "CMAKE_CXX_STANDARD": "20" if modern else "17",
-        "CMAKE_CXX_FLAGS": f"{abi} {os.environ.get('CXXFLAGS', '')}".strip(),
+        "CMAKE_CXX_STANDARD": str(torch.standard),
+        "CMAKE_CXX_FLAGS": f"-D_GLIBCXX_USE_CXX11_ABI={torch.abi} {os.environ.get('CXXFLAGS', '')}".strip(),
         "VLLM_EXT_INCLUDES": ";".join(map(str, includes)),
-        "VLLM_EXT_LIBRARIES": ";".join(map(str, libraries)),
+        "VLLM_EXT_LIBRARIES": ";".join(map(str, [*libraries, torch.npu / "lib" / "libtorch_npu.so"])),
     }
 
 

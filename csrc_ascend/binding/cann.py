@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +106,58 @@ def detected_targets() -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return [arch for arch, chips in TARGETS.items() if re.search(rf"\b{chips}\d*\b", text)]
+
+
+_TORCH_PROBE = """
+import importlib.util, json, pathlib
+import torch
+from torch.utils import cpp_extension
+
+npu = importlib.util.find_spec("torch_npu")
+print(json.dumps({
+    "includes": cpp_extension.include_paths(),
+    "libraries": str(pathlib.Path(torch.__file__).parent / "lib"),
+    "modern": "-std=c++20" in pathlib.Path(cpp_extension.__file__).read_text(encoding="utf-8"),
+    "abi": int(torch.compiled_with_cxx11_abi()),
+    "npu": npu and npu.origin,
+}))
+"""
+
+
+@dataclass(frozen=True)
+class TorchFacts:
+    """Of the torch and torch_npu to build against. npu: torch_npu's folder; standard: C++17 or 20, as torch's own."""
+
+    includes: tuple[str, ...]
+    libraries: Path
+    npu: Path
+    standard: int
+    abi: int
+
+
+def torch_facts(environment: Mapping[str, str]) -> TorchFacts:
+    """Ask the interpreter that runs the build, and then the same one without PYTHONPATH: pip hides the environment it
+    installs into from a build in isolation by that variable.
+
+    torch_npu is located, not imported: importing it starts CANN, which a machine that only builds need not have. Raises
+    CannError naming what cannot be found.
+    """
+    quiet = {**environment, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    attempts = [quiet, {key: value for key, value in quiet.items() if key != "PYTHONPATH"}]
+    reason = ""
+    for variables in attempts:
+        command = [sys.executable, "-c", _TORCH_PROBE]
+        result = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+        if result.returncode:
+            reason = f"torch cannot be imported ({(result.stderr.strip().splitlines() or ['no reason'])[-1]})"
+            continue
+        facts = json.loads(result.stdout.splitlines()[-1])
+        if facts["npu"]:
+            standard = 20 if facts["modern"] else 17
+            npu = Path(facts["npu"]).parent
+            return TorchFacts(tuple(facts["includes"]), Path(facts["libraries"]), npu, standard, facts["abi"])
+        reason = "torch_npu is not installed"
+    raise CannError(f"{reason}: install torch and torch-npu, then build with pip install --no-build-isolation")
 
 
 def from_environment() -> Cann | None:

@@ -111,6 +111,24 @@ def test_building_with_a_broken_cann_fails_in_one_line(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.so"))
 
 
+def test_a_build_in_isolation_finds_the_torch_it_installs_beside(tmp_path: Path) -> None:
+    """`pip install .` hides the environment's packages from the build by PYTHONPATH; headers must still be found."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n", encoding="utf-8"
+    )
+    hidden = clean_environment(PYTHONPATH=str(tmp_path))
+    probe = [sys.executable, "-c", "import torch"]
+    assert subprocess.run(probe, env=hidden, capture_output=True, check=False).returncode, "torch is hidden"
+    # Torch is found all the same; what this environment really lacks is torch_npu.
+    with pytest.raises(cann.CannError, match="torch_npu is not installed: install torch and torch-npu"):
+        cann.torch_facts(hidden)
+    beside = clean_environment(PYTHONPATH=str(environment.torch_npu_folder()))
+    facts = cann.torch_facts(beside)
+    assert (facts.npu / "include" / "torch_npu" / "csrc").is_dir()
+    assert (facts.libraries / "libtorch_cpu.so").is_file()
+    assert any((Path(folder) / "torch" / "library.h").is_file() for folder in facts.includes)
+
+
 def test_targets_are_the_named_ones_the_machines_or_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """VLLM_EXT_ASCEND_TARGETS wins, then npu-smi, then every target there are kernels for."""
     monkeypatch.setenv("PATH", str(tmp_path))

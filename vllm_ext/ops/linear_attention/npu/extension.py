@@ -10,10 +10,7 @@ import torch
 
 from vllm_ext.ha_npu.chips import chip_names, load_chip
 
-_HOW_TO_BUILD = (
-    "install vllm-ext from source with CANN: ASCEND_HOME_PATH=... pip install --no-build-isolation vllm-ext "
-    "(docs/ascend.md)"
-)
+_HOW_TO_BUILD = "install vllm-ext from source with CANN: ASCEND_HOME_PATH=... pip install . (docs/ascend.md)"
 
 
 def library_path() -> Path | None:

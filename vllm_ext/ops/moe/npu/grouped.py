@@ -16,7 +16,8 @@ def grouped_experts(
     x: torch.Tensor, expert_of_row: torch.Tensor, meta: ExpertsMeta, tensors: Tensors, options: CallOptions
 ) -> torch.Tensor:
     """[R, H] in x's dtype: rows are sorted by expert, `expert_of_row` int64 [R] says whose they are."""
-    counts = torch.stack([(expert_of_row == expert).sum() for expert in range(meta.num_experts)])
+    experts = torch.arange(meta.num_experts, device=x.device)
+    counts = (expert_of_row == experts[:, None]).sum(1)  # neither a sort nor a histogram, which not every chip has
     first = _product(x, tensors, "w13", counts, expert_of_row)
     if meta.gated and options.activation == "silu":
         middle = torch_npu().npu_swiglu(first)
