@@ -1,0 +1,136 @@
+"""`vllm-ext bench serve`: its figures, its refusal to time wrong arms, and the checkpoints it serves."""
+
+from __future__ import annotations
+
+import json
+import types
+
+import pytest
+import torch
+from vllm_ext.benchmarks import serve, serve_report
+from vllm_ext.benchmarks.registry import CheckFailed
+from vllm_ext.benchmarks.serve_checkpoints import BF16, PACKED, SHAPES, ServedShape, write_checkpoints, write_configs
+from vllm_ext.benchmarks.serve_engine import EngineProcess
+
+from vllm_ext.quantization.checkpoint import Checkpoint
+from vllm_ext.quantization.layouts import find_experts
+from vllm_ext.quantization.packed_source import find_packed
+
+# BF16's tokens per second on the H200 by batch size, and the share of its step that experts take.
+MEASURED = {1: (514, 0.20), 8: (3273, 0.66), 64: (12942, 0.73), 256: (27374, 0.43)}
+
+
+def rows_of(rates):
+    """Rows of `summarise` from {(cell, arm): rates of each round}; cells are batch sizes."""
+    batches = list(dict.fromkeys(batch for batch, _ in rates))
+    names = list(dict.fromkeys(arm for _, arm in rates))
+    plan = [{"cell": f"batch {b}", "batch": b, "inputs": 128, "outputs": 128} for b in batches]
+    count = len(next(iter(rates.values())))
+    rounds = [
+        {f"batch {b}": {arm: {"rate": rates[b, arm][number], "distinct": 1.0} for arm in names} for b in batches}
+        for number in range(count)
+    ]
+    return serve.summarise(plan, rounds, names)
+
+
+def test_ratio_is_the_median_over_rounds_not_the_ratio_of_medians():
+    """A machine that slows down in the middle favours no arm."""
+    rows = rows_of({(1, "BF16"): [100.0, 50.0, 10.0], (1, "w4a16-grouped"): [150.0, 100.0, 30.0]})
+    ours = next(row for row in rows if row["arm"] == "w4a16-grouped")
+    assert ours["tokens_per_second"] == 100.0
+    assert ours["times BF16"] == 2.0
+
+
+def test_experts_share_of_a_measured_step_and_the_bound_it_sets():
+    rates = {(batch, arm): [rate] for batch, (rate, _) in MEASURED.items() for arm in ("BF16", "w4a16-grouped")}
+    rows = serve_report.add_bounds(rows_of(rates), SHAPES["Qwen3-30B-A3B"], layers=12)
+    for row in rows:
+        assert row["experts_share"] == pytest.approx(MEASURED[row["batch"]][1], abs=0.015)
+        if row["arm"] == "BF16":
+            assert row["bound"] == pytest.approx(1.0)
+        else:
+            assert 1.0 < row["bound"] < row["bound_free_experts"] == pytest.approx(1 / (1 - row["experts_share"]))
+
+
+def test_table_and_chart_show_every_cell(tmp_path):
+    rates = {(batch, arm): [rate] for batch, (rate, _) in MEASURED.items() for arm in ("BF16", "w4a16-grouped")}
+    rows = serve_report.add_bounds(rows_of(rates), SHAPES["Qwen3-30B-A3B"], layers=12)
+    document = {
+        "rows": rows,
+        "options": {"shape": "Qwen3-30B-A3B", "layers": 12},
+        "failed": {"Marlin, packed": "no GPU"},
+    }
+    text = serve_report.table(document)
+    assert all(f"| batch {batch} |" in text for batch in MEASURED)
+    assert "failed: Marlin, packed: no GPU" in text
+    serve_report.chart(document, tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").stat().st_size > 10_000
+
+
+def engines(log_probs):
+    return {
+        name: types.SimpleNamespace(ask=lambda *_, v=values, **__: {"log_probs": v})
+        for name, values in log_probs.items()
+    }
+
+
+def test_arms_near_bf16_whose_bits_are_shared_pass():
+    near = {"BF16": [-1.0, -2.0], "w4a16-grouped": [-1.1, -2.1]}
+    twins = {"w4a16-grouped, packed": [-1.1, -2.2], "Marlin, packed": [-1.1, -2.21]}
+    gaps = serve.check(engines({**near, **twins}), 2)
+    assert gaps["w4a16-grouped / BF16"] == pytest.approx(0.1)
+    assert gaps["w4a16-grouped, packed / Marlin, packed"] == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize(
+    ("arm", "values", "says"),
+    [
+        ("w4a16-grouped", [-3.0, -4.0], "w4a16-grouped / BF16: .* 2.00 nats"),
+        ("Marlin, packed", [-0.5, -1.5], "the same bits are 0.6"),
+        ("w4a16-grouped", [float("nan"), -2.0], "w4a16-grouped / BF16"),
+    ],
+)
+def test_arm_that_computes_something_else_is_not_timed(arm, values, says):
+    right = {"BF16": [-1.0, -2.0], "w4a16-grouped, packed": [-1.1, -2.1], "Marlin, packed": [-1.1, -2.1]}
+    with pytest.raises(CheckFailed, match=says):
+        serve.check(engines({**right, arm: values}), 2)
+
+
+@pytest.mark.parametrize("kind", ["qwen3-moe", "gemma4-moe"])
+def test_packed_checkpoint_is_the_bf16_one_rounded(tmp_path, kind):
+    fields = {
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "head_dim": 32,
+        "num_experts": 3,
+        "moe_intermediate_size": 64,
+    }
+    paths = write_checkpoints(ServedShape(kind, fields, group=32), 1, tmp_path)
+    (exact,) = find_experts(Checkpoint.open(paths[BF16])).layers.values()
+    (packed,) = find_packed(Checkpoint.open(paths[PACKED])).values()
+    stored = {projection.module: projection.read().dequantize(torch.float32) for projection in packed}
+    assert len(stored) == len(exact) == 9
+    for projection in exact:
+        weight = projection.read().float()
+        error = (stored[projection.module] - weight).norm() / weight.norm()
+        assert 0.02 < error < 0.15
+
+
+def test_dummy_checkpoints_differ_by_their_quantization_alone(tmp_path):
+    paths = write_configs(SHAPES["Gemma-4-26B-A4B"], 12, tmp_path)
+    plain, packed = (json.loads((path / "config.json").read_text()) for path in paths.values())
+    assert packed.pop("quantization_config")["config_groups"]["group_0"]["weights"]["group_size"] == 64
+    assert plain == packed
+    assert (plain["num_hidden_layers"], plain["hidden_size"], plain["moe_intermediate_size"]) == (12, 2816, 704)
+
+
+@pytest.mark.vllm
+def test_engine_that_does_not_start_says_why(tmp_path):
+    pytest.importorskip("vllm")
+    spec = {"model": str(tmp_path / "nothing"), "options": {}, "vocabulary": 256}
+    engine = EngineProcess("lost, arm", spec, tmp_path, {"HF_HUB_OFFLINE": "1"})
+    try:
+        with pytest.raises(RuntimeError, match=r"bench serve: the engine 'lost, arm': .*Error"):
+            engine.answer(120)
+    finally:
+        engine.close()
