@@ -30,7 +30,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """dist/ of `python -m build` in a copy of the tree: the wheel is made from the sdist, as pip does it."""
     tree = tmp_path_factory.mktemp("tree")
     ignore = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
-    for name in ("vllm_ext", "benchmarks", "csrc_ascend"):
+    for name in ("vllm_ext", "benchmarks", "csrc_ascend", "tools"):
         shutil.copytree(ROOT / name, tree / name, ignore=ignore, symlinks=True)
     (tree / "vllm_ext" / "benchmarks").unlink(missing_ok=True)  # a link that GPU runs make
     for path in ROOT.iterdir():
@@ -72,7 +72,7 @@ def test_without_cann_the_wheel_is_pure_and_has_one_package(built: Path) -> None
 
 
 def test_the_sdist_holds_what_the_ascend_build_needs(built: Path) -> None:
-    """Someone with a 310P builds from the sdist: kernels, binding, simulator and the planner that writes constants."""
+    """Someone with a 310P builds from the sdist and checks it: kernels, binding, simulator, planner, smoke script."""
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -82,7 +82,8 @@ def test_the_sdist_holds_what_the_ascend_build_needs(built: Path) -> None:
         if path.suffix in (".h", ".cpp", ".py", ".txt") and "__pycache__" not in path.parts
     }
     assert "csrc_ascend/binding/CMakeLists.txt" in tracked
-    assert {"setup.py", "vllm_ext/ha_npu/kernel_header.py", *tracked} <= names
+    checked = {"Makefile", "tools/ascend_check.py", "tools/ascend_smoke.py"}
+    assert {"setup.py", "vllm_ext/ha_npu/kernel_header.py", *checked, *tracked} <= names
 
 
 @pytest.mark.parametrize("part", PARTS)
