@@ -15,6 +15,7 @@ import torch
 import torch_npu
 
 from vllm_ext.ops.linear_attention import chunk_gated_delta_rule, chunk_kda, npu
+from vllm_ext.ops.linear_attention.ascend_sim.prefill import run_prefill as simulate
 from vllm_ext.ops.linear_attention.npu import extension
 from vllm_ext.ops.linear_attention.npu.launches import launch_tables, layout
 from vllm_ext.ops.linear_attention.npu.prefill import load_simulator, run_prefill
@@ -113,6 +114,19 @@ def check_cpu_tensors_run_the_simulator_through_the_host_code() -> None:
             assert state is not None
             assert torch.equal(state, expected_state), op
             assert torch.equal(state[1], call.initial_state[1].float()), "an empty sequence keeps its state"
+
+
+def check_310b_blocks_get_memory_to_pass_operands_through() -> None:
+    """A 310B has no way from UB to L1: each block needs scratch in global memory, also without chunk-head-chunk."""
+    load_simulator("310b4", 2)
+    for op in ("gdn", "kda"):
+        call = make_call(op)
+        o, state = run_prefill(op, call, "310b4")
+        expected = simulate(op, call, chip="310b4")
+        assert torch.equal(o, expected.o), op
+        assert state is not None
+        assert expected.final_state is not None
+        assert torch.equal(state, expected.final_state), op
 
 
 def check_npu_tensors_give_the_simulators_bits() -> None:
