@@ -212,14 +212,18 @@ def _built(folder: Path) -> Path:
     return folder
 
 
-def check_names(script: str) -> list[str]:
-    """The functions `check_...` of a script of checks, in order."""
+def check_names(*scripts: str) -> list[str]:
+    """The functions `check_...` of scripts of checks, in order."""
+    return [name for script in scripts for name in _check_names(script)]
+
+
+def _check_names(script: str) -> list[str]:
     tree = ast.parse((HERE / script).read_text(encoding="utf-8"))
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")]
 
 
-def run_checks(script: str, *, path: Iterable[Path] = (), timeout: int = 240, **variables: str) -> dict[str, Any]:
-    """Run a script of checks beside real torch_npu and the stub: name of a check to "" or its traceback."""
+def run_checks(*scripts: str, path: Iterable[Path] = (), timeout: int = 240, **variables: str) -> dict[str, Any]:
+    """Run scripts of checks in one process beside real torch_npu and the stub: check's name to "" or a traceback."""
     built = built_extension()
     (library,) = (built / "vllm_ext").glob("_ascend*.so")
     folders = [ROOT, *path, torch_npu_folder(), HERE, ROOT / "tools"]
@@ -232,9 +236,9 @@ def run_checks(script: str, *, path: Iterable[Path] = (), timeout: int = 240, **
         "OMP_NUM_THREADS": "1",
         **variables,
     }
-    command = [sys.executable, "-X", "faulthandler", str(HERE / "check_runner.py"), script]
+    command = [sys.executable, "-X", "faulthandler", str(HERE / "check_runner.py"), *scripts]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     lines = [line for line in result.stdout.splitlines() if line.startswith("CHECKS ")]
-    assert lines, f"{script} ended with {result.returncode}:\n{result.stdout[-3000:]}\n{result.stderr[-5000:]}"
+    assert lines, f"{scripts} ended with {result.returncode}:\n{result.stdout[-3000:]}\n{result.stderr[-5000:]}"
     results: dict[str, Any] = json.loads(lines[-1].removeprefix("CHECKS "))
     return results

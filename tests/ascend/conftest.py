@@ -10,26 +10,26 @@ import pytest
 
 
 @cache
-def _results(script: str, chip: str) -> dict[str, Any] | BaseException:
-    """What became of a script's checks, or why it could not be run; asked once, or every test would try again."""
+def _results(scripts: tuple[str, ...], chip: str) -> dict[str, Any] | BaseException:
+    """What became of scripts' checks, or why they could not be run; asked once, or every test would try again."""
     try:
-        return _run(script, chip)
+        return _run(scripts, chip)
     except (Exception, pytest.skip.Exception) as error:
         return error
 
 
-def _run(script: str, chip: str) -> dict[str, Any]:
-    path = [environment.vllm_folder(), environment.vllm_ascend_folder()] if script.startswith("vllm_ascend") else []
+def _run(scripts: tuple[str, ...], chip: str) -> dict[str, Any]:
+    path = [environment.vllm_folder(), environment.vllm_ascend_folder()] if scripts[0].startswith("vllm_ascend") else []
     plugins = "ascend,vllm_ext" if path else ""
-    return environment.run_checks(script, path=path, STUB_SOC_NAME=chip, VLLM_PLUGINS=plugins, HF_HUB_OFFLINE="1")
+    return environment.run_checks(*scripts, path=path, STUB_SOC_NAME=chip, VLLM_PLUGINS=plugins, HF_HUB_OFFLINE="1")
 
 
 @pytest.fixture
 def run_check() -> Any:
-    """Assert that a script's check passed on a chip ("Ascend310P3", "Ascend910B4")."""
+    """Assert that a check of scripts that share a process passed on a chip ("Ascend310P3", "Ascend910B4")."""
 
-    def run(script: str, name: str, chip: str = "Ascend310P3") -> None:
-        results = _results(script, chip)
+    def run(scripts: tuple[str, ...], name: str, chip: str = "Ascend310P3") -> None:
+        results = _results(scripts, chip)
         if isinstance(results, BaseException):
             raise results
         assert not results[name], results[name]

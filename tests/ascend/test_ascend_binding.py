@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from ascend_environment import check_names
 
-SCRIPT = "binding_checks.py"
+SCRIPTS = ("binding_checks.py",)
 
 
-@pytest.mark.parametrize("name", check_names(SCRIPT))
+@pytest.mark.parametrize("name", check_names(*SCRIPTS))
 def test_binding(name: str, run_check: Any) -> None:
     """What each check holds is written there."""
-    run_check(SCRIPT, name)
+    run_check(SCRIPTS, name)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from ascend_environment import check_names
 
-SCRIPT = "experts_checks.py"
+SCRIPTS = ("experts_checks.py",)
 
 
 @pytest.mark.parametrize("chip", ["Ascend910B4", "Ascend310P3"])
-@pytest.mark.parametrize("name", check_names(SCRIPT))
+@pytest.mark.parametrize("name", check_names(*SCRIPTS))
 def test_experts(name: str, chip: str, run_check: Any) -> None:
     """What each check holds is written there."""
-    run_check(SCRIPT, name, chip)
+    run_check(SCRIPTS, name, chip)

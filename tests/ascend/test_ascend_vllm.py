@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from ascend_environment import check_names
 
-SCRIPT = "vllm_ascend_checks.py"
+SCRIPTS = ("vllm_ascend_prefill_checks.py", "vllm_ascend_experts_checks.py")
 
 
 @pytest.mark.parametrize("chip", ["Ascend910B4", "Ascend310P3"])
-@pytest.mark.parametrize("name", check_names(SCRIPT))
+@pytest.mark.parametrize("name", check_names(*SCRIPTS))
 def test_vllm_ascend(name: str, chip: str, run_check: Any) -> None:
     """What each check holds is written there."""
-    run_check(SCRIPT, name, chip)
+    run_check(SCRIPTS, name, chip)
