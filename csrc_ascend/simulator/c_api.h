@@ -1,5 +1,7 @@
 // The C interface of the built shared object. Include once.
 #pragma once
+#include <cstdio>
+
 #include "launch.h"
 
 namespace {

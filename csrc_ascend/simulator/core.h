@@ -5,137 +5,15 @@
 // known[p][p], WaitFlag merges the snapshot its SetFlag took. An access is refused unless the last conflicting access to
 // the cell is known to be finished. Issue order alone orders a write after an earlier read of the same pipe, nothing else.
 #pragma once
-#include <algorithm>
 #include <array>
-#include <atomic>
-#include <condition_variable>
-#include <cstdio>
-#include <functional>
-#include <mutex>
 #include <set>
-#include <stdexcept>
-#include <vector>
 
 #include "chip.h"
-#include "types.h"
+#include "meeting.h"
+#include "shadow.h"
 
 namespace AscendC {
 namespace sim {
-
-struct Site {
-    const char* file;
-    int line;
-    static constexpr Site Here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
-};
-
-struct Violation : std::runtime_error {
-    using std::runtime_error::runtime_error;
-};
-
-inline const char* NameOf(Hardware hardware) {
-    static constexpr const char* names[] = {"GM", "UB", "L1", "L0A", "L0B", "L0C"};
-    return names[static_cast<int>(hardware)];
-}
-
-struct Counters {
-    uint64_t gm_read_bytes = 0, gm_write_bytes = 0, gm_bursts = 0;
-    uint64_t l1_to_l0a_fractals = 0, l1_to_l0b_fractals = 0;
-    uint64_t mac_fractals = 0, mmad_instructions = 0;
-    uint64_t vector_repeats = 0, vector_instructions = 0;
-    uint64_t l0c_to_ub_bytes = 0, ub_to_l1_bytes = 0, gm_to_l1_bytes = 0;
-    uint64_t flags = 0, barriers = 0, relaid_elements = 0, cast_overflows = 0, scalar_accesses = 0;
-    uint64_t peak_ub = 0, peak_l1 = 0, peak_l0a = 0, peak_l0b = 0, peak_l0c = 0;
-
-    void Merge(const Counters& other) {
-        constexpr int sums = 17, peaks = 5;
-        auto* mine = reinterpret_cast<uint64_t*>(this);
-        const auto* theirs = reinterpret_cast<const uint64_t*>(&other);
-        for (int i = 0; i < sums; ++i) mine[i] += theirs[i];
-        for (int i = sums; i < sums + peaks; ++i) mine[i] = std::max(mine[i], theirs[i]);
-        static_assert(sizeof(Counters) == (sums + peaks) * sizeof(uint64_t), "every counter is merged");
-    }
-};
-
-constexpr uint32_t kFractalElements = 256;   // of a tile of 16x16
-
-typedef uint32_t Lanes __attribute__((vector_size(32)));
-
-struct Cell {
-    Lanes read;         // last reading instruction of each pipe
-    uint32_t written;   // one bit a byte
-    uint32_t clock;     // last writing instruction
-    uint32_t pipe;      // and its pipe
-    uint32_t block;     // GM only: 1 + the last writing block
-    uint32_t reader;    // GM only: 1 + the last reading block, kManyBlocks for several
-};
-constexpr uint32_t kManyBlocks = 0xffffffffu;
-
-struct Memory {
-    Hardware hardware = Hardware::UB;
-    uint32_t capacity = 0, alignment = 32, allocated = 0;
-    std::vector<uint8_t> bytes;
-    std::vector<Cell> cells;
-};
-
-// One deliberate fault, for testing that the simulator notices: at one line of a kernel a flag or a barrier does nothing,
-// a layout is swapped, or the n-th view of a buffer is a block too small.
-struct Mutation {
-    std::string kind, file;
-    int place = 0;   // line, or n for a view
-};
-
-// A buffer handed out by TPipe::InitBuffer.
-struct Allocation {
-    Hardware hardware = Hardware::UB;
-    uint32_t begin = 0, end = 0;
-    Site site{"", 0};
-};
-
-enum class GmMode : uint8_t { kInput, kOutput, kWorkspace };
-
-// A tensor in global memory that the host made known. Cells are shared by all blocks of a launch.
-struct GmRegion {
-    const char* name = "";
-    uint8_t* begin = nullptr;
-    uint64_t size = 0;
-    GmMode mode = GmMode::kInput;
-    std::vector<Cell> cells;
-};
-
-// Where the blocks of a launch wait for each other. The last one to arrive makes a new beginning for global memory.
-class Meeting {
-  public:
-    Meeting(uint32_t blocks, std::function<void()> begin) : blocks_(blocks), begin_(std::move(begin)) {}
-    // False when some block will never arrive.
-    bool Arrive() {
-        std::unique_lock<std::mutex> lock(mutex_);
-        const uint32_t round = round_;
-        broken_ |= left_ > 0;
-        if (++arrived_ == blocks_) {
-            begin_();
-            arrived_ = 0;
-            ++round_;
-        }
-        changed_.notify_all();
-        changed_.wait(lock, [&] { return round_ != round || broken_; });
-        return round_ != round;
-    }
-    // A block that fails, or ends, arrives no more.
-    void Leave() {
-        std::lock_guard<std::mutex> lock(mutex_);
-        ++left_;
-        broken_ |= arrived_ > 0;
-        changed_.notify_all();
-    }
-
-  private:
-    const uint32_t blocks_;
-    const std::function<void()> begin_;
-    std::mutex mutex_;
-    std::condition_variable changed_;
-    uint32_t arrived_ = 0, left_ = 0, round_ = 0;
-    bool broken_ = false;
-};
 
 class Core {
   public:
@@ -269,17 +147,16 @@ class Core {
         const uint64_t offset = static_cast<uint8_t*>(pointer) - region.begin;
         if (region.mode == GmMode::kInput) RefuseGm(region, offset, "read-only", "writes an input");
         ForGmCells(region, offset, bytes, [&](Cell& cell, uint64_t at, uint32_t mask) {
-            const bool shared_cell = mask != ~0u;
             if (cell.block == block + 1) {
                 if (cell.clock > after_write[cell.pipe])
                     RefuseGm(region, at, "write after write", OrderText(cell.pipe, cell.clock));
                 for (int p = 0; cell.reader == block + 1 && p < kPipeCount; ++p)
                     if (cell.read[p] > after_read[p]) RefuseGm(region, at, "write after read", OrderText(p, cell.read[p]));
-            } else if ((cell.block != 0 && (cell.written & mask) && !shared_cell) ||
-                       (cell.reader != 0 && cell.reader != block + 1)) {
+            } else if ((cell.launch & mask) != 0 || (cell.reader != 0 && cell.reader != block + 1)) {
                 RefuseGm(region, at, "cross-block", "another block of this launch touches it too");
             }
             cell.written |= mask;
+            cell.launch |= mask;
             cell.block = block + 1;
             cell.clock = clock;
             cell.pipe = pipe;

@@ -1,5 +1,6 @@
 // The host side: a session owns the GM tensors, launches kernels block by block, and reports counters and violations.
 #pragma once
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -118,7 +119,7 @@ class Session {
         for (auto& region : regions_) {
             for (Cell& cell : region->cells) {
                 cell.read = Lanes{};
-                cell.clock = cell.pipe = cell.block = cell.reader = 0;
+                cell.clock = cell.pipe = cell.block = cell.reader = cell.launch = 0;
             }
         }
     }

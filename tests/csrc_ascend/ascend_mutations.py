@@ -38,7 +38,7 @@ def cases(op: str) -> list[Case]:
         *(split if op == "gdn" else []),
         Case(make_call(op, tokens=130, value_heads=2, normalise=True), torch.float32, one_core),
         Case(
-            make_call(op, tokens=130, value_heads=2, state_v_first=False, initial=False, seed=1),
+            make_call(op, tokens=130, key_heads=2, value_heads=2, state_v_first=False, initial=False, seed=1),
             torch.float32,
             one_core,
         ),

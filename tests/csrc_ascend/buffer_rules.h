@@ -49,6 +49,18 @@ void alignment_l0(const GM_ADDR* gm) {
 }
 VLLM_EXT_REGISTER(alignment_l0, alignment_l0);
 
+void alignment_l0c(const GM_ADDR*) {
+    TPipe pipe;
+    L0CBuf l0c;
+    V ub;
+    pipe.InitBuffer(l0c, 2048);
+    pipe.InitBuffer(ub, 1024);
+    DataCopyEnhancedParams matrix;
+    matrix.blockMode = BlockMode::BLOCK_MODE_MATRIX;
+    DataCopy(ub.Get<float>(), l0c.Get<float>()[8], DataCopyParams(1, 1, 0, 0), matrix);
+}
+VLLM_EXT_REGISTER(alignment_l0c, alignment_l0c);
+
 void read_unwritten(const GM_ADDR*) {
     TPipe pipe;
     V buffer;
@@ -86,5 +98,24 @@ void queue_empty(const GM_ADDR*) {
     queue.DeQue<half>();
 }
 VLLM_EXT_REGISTER(queue_empty, queue_empty);
+
+void queue_of_another(const GM_ADDR* gm) {
+    TPipe pipe;
+    TQue<TPosition::VECIN, 1> queue;
+    V other;
+    pipe.InitBuffer(queue, 1, 512);
+    pipe.InitBuffer(other, 512);
+    auto tensor = other.Get<half>();
+    DataCopy(tensor, Gm<half>(gm[0]), 256);
+    queue.EnQue(tensor);
+}
+VLLM_EXT_REGISTER(queue_of_another, queue_of_another);
+
+void queue_too_deep(const GM_ADDR*) {
+    TPipe pipe;
+    TQue<TPosition::VECIN, 1> queue;
+    pipe.InitBuffer(queue, 9, 512);
+}
+VLLM_EXT_REGISTER(queue_too_deep, queue_too_deep);
 
 }  // namespace

@@ -104,6 +104,15 @@ void event_ids(const GM_ADDR*) {
 }
 VLLM_EXT_REGISTER(event_ids, event_ids);
 
+void event_id_beyond(const GM_ADDR*) { SetFlag<HardEvent::MTE2_V>(8); }
+VLLM_EXT_REGISTER(event_id_beyond, event_id_beyond);
+
+void event_id_not_taken(const GM_ADDR*) {
+    TPipe pipe;
+    pipe.ReleaseEventID<HardEvent::MTE2_V>(0);
+}
+VLLM_EXT_REGISTER(event_id_not_taken, event_id_not_taken);
+
 // The first of two blocks ends without having met the other, which would wait for ever.
 void meeting_missed(const GM_ADDR*) {
     if (GetBlockIdx() == 1) SyncAll();

@@ -3,4 +3,5 @@
 #include "global_memory_rules.h"
 #include "instruction_rules.h"
 #include "order_rules.h"
+#include "parameter_rules.h"
 #include "right_kernels.h"

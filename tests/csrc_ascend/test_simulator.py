@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from vllm_ext.ops.linear_attention.ascend_sim import build
 from vllm_ext.ops.linear_attention.ascend_sim.session import Session, SimulatorViolation
 
 
@@ -188,13 +189,14 @@ def test_fixpipe_is_the_way_out_of_l0c_on_m300(rule_kernels: Path) -> None:
         run(rule_kernels, "mmad_16x16x32", [nz(a), nz(b)], [out], chip="310b1")
 
 
-# kernel: (rule, another word of the message). Every rule of the simulator is here.
+# kernel: (rule, another word of the message).
 REFUSED = {
     "capacity": ("capacity", "253952"),
     "bounds": ("buffer bounds", "0 to 256"),
     "view_bounds": ("buffer bounds", "192"),
     "alignment_ub": ("alignment", "UB offset 16"),
     "alignment_l0": ("alignment", "L0A offset 256"),
+    "alignment_l0c": ("alignment", "L0C offset 32"),
     "repeat_limit": ("repeat", "256"),
     "stride_limit": ("field width", "256"),
     "mask_limit": ("mask", "65"),
@@ -207,6 +209,8 @@ REFUSED = {
     "queue_not_freed": ("unbalanced queue", "never freed"),
     "queue_exhausted": ("unbalanced queue", "FreeTensor is missing"),
     "queue_empty": ("unbalanced queue", "empty queue"),
+    "queue_of_another": ("unbalanced queue", "did not hand out"),
+    "queue_too_deep": ("queue depth", "asked for 9"),
     "read_unwritten": ("unwritten", "UB offset 224"),
     "race_read_after_write": ("read after write", "pipe MTE2"),
     "race_write_after_read": ("write after read", "pipe V"),
@@ -219,11 +223,41 @@ REFUSED = {
     "flag_left_set": ("flag left set", "MTE2_V id 3"),
     "flag_set_twice": ("flag set twice", "MTE2_V id 1"),
     "event_ids": ("event id", "MTE2_V"),
+    "event_id_beyond": ("event id", "got 8"),
+    "event_id_not_taken": ("event id", "not allocated"),
     "gm_bounds": ("GM bounds", "65536"),
     "gm_read_only": ("read-only", "in0"),
     "gm_race": ("read after write", "GM tensor out0"),
+    "gm_write_after_write": ("write after write", "GM tensor out0"),
+    "gm_write_after_read": ("write after read", "GM tensor out0"),
+    "gm_read_unwritten": ("unwritten", "GM tensor out0"),
     "output_unwritten": ("output", "out0 offset 224"),
+    "wrong_memory_load": ("wrong memory", "not to L0A"),
+    "wrong_memory_fractals": ("wrong memory", "not UB"),
+    "wrong_memory_vector": ("wrong memory", "is in L1"),
+    "load_of_nothing": ("repeat", "is 0"),
+    "load_downwards": ("address mode", "upwards"),
+    "product_without_rows": ("Mmad size", "positive"),
+    "product_with_bias": ("Mmad bias", "not modelled"),
+    "copy_of_empty_blocks": ("block length", "at least one"),
+    "copy_of_part_of_a_block": ("copy size", "is 40"),
+    "nd2nz_of_half_blocks": ("ND2NZ", "whole blocks"),
+    "drain_in_normal_mode": ("block mode", "BLOCK_MODE_MATRIX"),
+    "vector_of_nothing": ("count", "is 0"),
+    "mask_of_no_bits": ("mask", "no element"),
+    "odd_rounding_by_count": ("rounding mode", "CAST_ODD"),
+    "brcb_with_gaps": ("Brcb stride", "dstBlkStride 1"),
 }
+# The same on a chip that has the instruction, and with more than one block.
+REFUSED_ON_910B = {
+    "missing_load_data_with_transpose": ("not modelled", "LoadDataWithTranspose"),
+    "fixpipe_strips_to_gm": ("fixpipe layout", "rows to GM"),
+}
+REFUSED_WITH_TWO_BLOCKS = {
+    "gm_cross_block": ("cross-block", "another block"),
+    "gm_cross_block_read": ("cross-block", "block 0 wrote it"),
+}
+REFUSED_AMONG_BLOCKS_THAT_MEET = {"cooperative", "deadlock"}
 
 
 @pytest.mark.parametrize("kernel", REFUSED)
@@ -246,12 +280,41 @@ def test_ub_to_l1_is_refused_where_the_documents_leave_it_open(rule_kernels: Pat
         run(rule_kernels, "missing_ub_to_l1", [], chip="310b1")
 
 
-def test_blocks_of_a_launch_may_not_write_the_same_place(rule_kernels: Path) -> None:
+@pytest.mark.parametrize("kernel", REFUSED_ON_910B)
+def test_what_only_a_910b_has_is_refused_as_not_modelled(rule_kernels: Path, kernel: str) -> None:
+    """Rather than computed in a way nobody checked."""
+    rule, detail = REFUSED_ON_910B[kernel]
+    with pytest.raises(SimulatorViolation, match=rf"\[{rule}\].*{detail}"):
+        run(rule_kernels, kernel, [torch.zeros(1024)], [torch.empty(64)], chip="910b4")
+
+
+@pytest.mark.parametrize("kernel", REFUSED_WITH_TWO_BLOCKS)
+def test_blocks_of_a_launch_may_not_touch_the_same_place(rule_kernels: Path, kernel: str) -> None:
     """Blocks run in any order; one block alone is fine."""
+    rule, detail = REFUSED_WITH_TWO_BLOCKS[kernel]
     out = torch.empty(64)
-    run(rule_kernels, "gm_cross_block", [out.clone()], [out])
+    run(rule_kernels, kernel, [out.clone()], [out])
+    with pytest.raises(SimulatorViolation, match=rf"\[{rule}\].*{detail}"):
+        run(rule_kernels, kernel, [out.clone()], [out], blocks=2)
+
+
+def test_blocks_may_share_a_cell_but_no_byte_of_it(rule_kernels: Path) -> None:
+    """The shadow knows cells of 32 bytes; who wrote which of them in this launch is known all the same."""
+    out = torch.empty(8)
+    run(rule_kernels, "gm_parts_of_a_cell", [out.clone()], [out], chip="310b1", blocks=2)
+    assert out.tolist() == [1.0] * 8
     with pytest.raises(SimulatorViolation, match=r"\[cross-block\]"):
-        run(rule_kernels, "gm_cross_block", [out.clone()], [out], blocks=2)
+        run(rule_kernels, "gm_same_part_of_a_cell", [out.clone()], [out], chip="310b1", blocks=2)
+
+
+def test_every_rule_has_a_kernel_that_breaks_it() -> None:
+    """A rule that nothing breaks may never have refused anything."""
+    sources = "".join(path.read_text(encoding="utf-8") for path in (build.SOURCE_DIR / "simulator").glob("*.h"))
+    rules = set(re.findall(r'Refuse\w*\((?!rule)[^";{]*?"(\w[^"]*)"', sources))
+    rules.update(re.findall(r"rule \[(\w+)\]", sources))
+    broken = {rule for table in (REFUSED, REFUSED_ON_910B, REFUSED_WITH_TWO_BLOCKS) for rule, _ in table.values()}
+    assert {"capacity", "write after read", "output", "field width"} <= rules
+    assert rules == broken | REFUSED_AMONG_BLOCKS_THAT_MEET
 
 
 def test_unknown_chip_is_a_value_error(rule_kernels: Path) -> None:
