@@ -130,6 +130,7 @@ class _Run:
             counters = session.counters()
         if not self.flow.resident:
             final = _rows(self._states(workspace)[:, -1])[None]
+        # As a plan counts states: what a segment leaves and what the next is given, though here they are one tensor.
         held = [*fixed, *between, *between, final]
         device = sum(tensor.numel() * tensor.element_size() for tensor in held) + self.workspace.blocks * BLOCK
         return PlannedResult(o, final, counters, device, launches)
