@@ -22,6 +22,19 @@ inline DataCopyParams MaybeSwapped(DataCopyParams params, Site at) {
     return params;
 }
 
+// What leaves L0C, rounded if asked for.
+template <typename T>
+void Narrow(T* out, const float* values, uint32_t count) {
+    if constexpr (std::is_same<T, float>::value) {
+        std::memcpy(out, values, count * sizeof(float));
+    } else {
+        for (uint32_t i = 0; i < count; ++i) {
+            out[i] = half(values[i]);
+            current->counters.cast_overflows += std::isfinite(values[i]) && (out[i].bits & 0x7fffu) == 0x7c00u;
+        }
+    }
+}
+
 inline DataCopyParams WholeCopy(uint64_t bytes) {
     if (bytes == 0 || bytes % 32 != 0 || bytes / 32 > 65535)
         current->Refuse("copy size", "must be a positive multiple of 32 bytes up to 2 MiB, is " + std::to_string(bytes));
@@ -181,16 +194,7 @@ void DataCopy(const LocalTensor<T>& dst, const LocalTensor<float>& src, const Da
         dst.CheckBounds(write, elements * sizeof(T));
         core.ReadRange(Hardware::L0C, read, elements * 4);
         core.WriteRange(Hardware::UB, write, elements * static_cast<uint32_t>(sizeof(T)));
-        const auto* values = reinterpret_cast<const float*>(src.Bytes(read));
-        auto* out = reinterpret_cast<T*>(dst.Bytes(write));
-        if constexpr (std::is_same<T, float>::value) {
-            std::memcpy(out, values, elements * 4);
-        } else {
-            for (uint32_t e = 0; e < elements; ++e) {
-                out[e] = half(values[e]);
-                core.counters.cast_overflows += std::isfinite(values[e]) && (out[e].bits & 0x7fffu) == 0x7c00u;
-            }
-        }
+        sim::Narrow(reinterpret_cast<T*>(dst.Bytes(write)), reinterpret_cast<const float*>(src.Bytes(read)), elements);
         read += (elements + params.srcStride * fractal) * 4;
         write += elements * static_cast<uint32_t>(sizeof(T)) + params.dstStride * 32u;
     }
@@ -239,20 +243,6 @@ void DataCopyPad(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const Da
         to += params.blockLen + params.dstStride;
     }
 }
-
-namespace sim {
-// One L0C row segment of 16 elements, rounded if asked for.
-template <typename T>
-void Narrow(T* out, const float* values, uint32_t count) {
-    for (uint32_t i = 0; i < count; ++i) {
-        if constexpr (std::is_same<T, float>::value) {
-            out[i] = values[i];
-        } else {
-            out[i] = half(values[i]);
-        }
-    }
-}
-}  // namespace sim
 
 // L0C to UB (m300) or GM (m300, c220), row major or NZ, float or rounded to half.
 template <typename T, typename U, const FixpipeConfig& config = CFG_ROW_MAJOR>

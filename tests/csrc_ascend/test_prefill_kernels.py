@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+import warnings
 from itertools import pairwise
 
 import pytest
@@ -303,6 +304,19 @@ def test_backend_through_the_public_function(op: str) -> None:
     wide = [x.float() for x in (call.q, call.k, call.v)]
     with pytest.raises(RuntimeError, match=r"torch\.float32"):
         function(*wide, call.g, call.beta, backend="ascend-sim")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_values_beyond_fp16_are_not_lost_silently(op: str) -> None:
+    """A state of 1e5 is no FP16 operand: infinite on the chip as well, and the caller is told."""
+    call = make_call(op, tokens=5, seed=71)
+    function = linear_attention.chunk_gated_delta_rule if op == "gdn" else linear_attention.chunk_kda
+    operands, options = (call.q, call.k, call.v, call.g, call.beta), {"backend": "ascend-sim", "state_v_first": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        function(*operands, initial_state=call.initial_state, **options)
+    with pytest.warns(RuntimeWarning, match=r"ascend-sim: \d+ finite numbers.*65504"):
+        function(*operands, initial_state=call.initial_state * 1e6, **options)
 
 
 @pytest.mark.parametrize("op", OPS)

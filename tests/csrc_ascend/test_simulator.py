@@ -317,6 +317,14 @@ def test_every_rule_has_a_kernel_that_breaks_it() -> None:
     assert rules == broken | REFUSED_AMONG_BLOCKS_THAT_MEET
 
 
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the way out; a bare OSError from somewhere inside a call of an operator says neither."""
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    monkeypatch.setenv("VLLM_EXT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(RuntimeError, match=r"ascend-sim: cannot write .*file.*VLLM_EXT_CACHE"):
+        build.build()
+
+
 def test_unknown_chip_is_a_value_error(rule_kernels: Path) -> None:
     """Naming what was asked for."""
     with pytest.raises(ValueError, match="310z9"):

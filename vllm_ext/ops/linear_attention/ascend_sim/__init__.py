@@ -6,6 +6,8 @@ of the chip (310P1, 10 cores).
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from vllm_ext.ops.linear_attention.ascend_sim import build
@@ -35,11 +37,21 @@ def supports(problem: Problem) -> tuple[bool, str]:
 
 def chunk_gated_delta_rule(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `interface.chunk_gated_delta_rule`."""
-    result = run_prefill("gdn", call)
-    return result.o, result.final_state
+    return _run("gdn", call)
 
 
 def chunk_kda(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `interface.chunk_kda`."""
-    result = run_prefill("kda", call)
+    return _run("kda", call)
+
+
+def _run(op: str, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    result = run_prefill(op, call)
+    if overflows := result.counters.cast_overflows:
+        warnings.warn(
+            f"ascend-sim: {overflows} finite numbers of this {op} call became infinite in FP16, as they would on the "
+            "chip: states, values and outputs must stay within 65504; scale v and initial_state down",
+            RuntimeWarning,
+            stacklevel=5,
+        )
     return result.o, result.final_state

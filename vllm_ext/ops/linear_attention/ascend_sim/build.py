@@ -98,7 +98,7 @@ def _chip_row(chip: Chip) -> str:
 def build(entry: Path = KERNEL_ENTRY, *, include: Iterable[Path] = (), defines: Iterable[str] = ()) -> Path:
     """Compile `entry` (which includes c_api.h) into a shared object and return its path.
 
-    Raises RuntimeError with the compiler's message when it does not compile.
+    Raises RuntimeError with the compiler's message when it does not compile, or when the cache cannot be written.
     """
     cxx = compiler()
     if cxx is None:
@@ -109,15 +109,25 @@ def build(entry: Path = KERNEL_ENTRY, *, include: Iterable[Path] = (), defines: 
     target = cache_dir() / f"{entry.stem}-{_digest(entry, folders, generated, [cxx, *flags])}.so"
     if target.is_file():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return _compile(entry, target, [cxx, *flags], folders, generated)
+    except OSError as error:
+        raise RuntimeError(
+            f"ascend-sim: cannot write the built object to {target.parent} ({error}); set VLLM_EXT_CACHE to another folder"
+        ) from error
+
+
+def _compile(entry: Path, target: Path, command: list[str], folders: list[Path], generated: Mapping[str, str]) -> Path:
+    """Run the compiler beside `target` and put the object there whole."""
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         for name, text in generated.items():
             Path(scratch, name).write_text(text, encoding="utf-8")
         output = Path(scratch, "built.so")
-        command = [cxx, *flags, f"-I{scratch}", *(f"-I{folder}" for folder in folders), str(entry), "-o", str(output)]
+        command = [*command, f"-I{scratch}", *(f"-I{folder}" for folder in folders), str(entry), "-o", str(output)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
-            raise RuntimeError(f"ascend-sim: {entry.name} does not compile with {cxx}:\n{result.stderr[-4000:]}")
+            raise RuntimeError(f"ascend-sim: {entry.name} does not compile with {command[0]}:\n{result.stderr[-4000:]}")
         output.replace(target)
     return target
 
