@@ -114,7 +114,7 @@ def build(entry: Path = KERNEL_ENTRY, *, include: Iterable[Path] = (), defines: 
         return _compile(entry, target, [cxx, *flags], folders, generated)
     except OSError as error:
         raise RuntimeError(
-            f"ascend-sim: cannot write the built object to {target.parent} ({error}); set VLLM_EXT_CACHE to another folder"
+            f"ascend-sim: cannot write to {target.parent} ({error}); set VLLM_EXT_CACHE to another folder"
         ) from error
 
 
