@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_ext.model_executor.moe_method import PackedMoEMethod
 from vllm_ext.quantization import compressed_tensors
+
+if TYPE_CHECKING:
+    from vllm_ext.model_executor.moe_method import PackedMoEMethod
 
 _MARK = "_vllm_ext_wrapped"
 _LAYER = r"(?P<layer>(?:.+\.)?experts)"
@@ -46,6 +48,8 @@ def wrap_get_all_weights(default_loader: Any) -> None:
 
 def known_names(weights: Iterable[Named], model: torch.nn.Module) -> Iterator[Named]:
     """`weights` as `model.load_weights` takes them; unchanged for a model without packed experts."""
+    from vllm_ext.model_executor.moe_method import PackedMoEMethod
+
     methods = (getattr(module, "quant_method", None) for module in model.modules())
     layers = {m.prefix.removesuffix(".routed_experts"): m for m in methods if isinstance(m, PackedMoEMethod)}
     if not layers:
