@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <iterator>
+
 namespace vllm_ext {
 namespace {
 
@@ -11,6 +13,10 @@ struct TaskView {
         : token_begin(f[0]), token_count(f[1]), sequence(f[2]), head(f[3]), column_begin(f[4]), column_count(f[5]),
           gate_begin(f[6]) {}
 };
+
+uint32_t ColumnBits(const TaskView& task) {
+    return ((1u << (task.column_count / kTileColumns)) - 1u) << (task.column_begin / kTileColumns);
+}
 
 int64_t Padded(int64_t tokens) { return (tokens + kChunkTokens - 1) / kChunkTokens * kChunkTokens; }
 
@@ -37,9 +43,13 @@ LaunchTable::LaunchTable(const std::string& where, const PrefillCall& call, cons
     tasks_.assign(rows, rows + tasks.numel());
     for (int64_t index = 0; index < count; ++index) CheckTask(rows + index * kTaskFields, index);
 
-    std::vector<const int32_t*> recurrent;
-    std::vector<int64_t> mapped(2, 0);
-    int64_t reduced = 0, expected_start = 0;
+    // Before anything is sized by the number of sequences, which a caller may have wrong.
+    if (sizes.sequences > count / sizes.value_heads)
+        Refuse(std::to_string(count) + " tasks cannot cover " + std::to_string(sizes.value_heads) + " heads of " +
+               std::to_string(sizes.sequences) + " sequences");
+
+    std::vector<std::vector<const int32_t*>> tasks_of(kPhases);
+    int64_t expected_start = 0;
     for (int64_t launch = 0; launch < launches.size(0); ++launch) {
         const int32_t* row = launches.const_data_ptr<int32_t>() + launch * width;
         const int32_t phase = row[0], blocks = row[1];
@@ -52,14 +62,8 @@ LaunchTable::LaunchTable(const std::string& where, const PrefillCall& call, cons
             Refuse("launch " + std::to_string(launch) + ": block starts must rise through the " + std::to_string(count) +
                    " tasks without a gap");
         expected_start = starts.back();
-        for (int32_t index = starts.front(); index < starts.back(); ++index) {
-            const int32_t* fields = rows + index * kTaskFields;
-            const TaskView task(fields);
-            if (phase == kWhole || phase == kReduce) recurrent.push_back(fields);
-            if (phase == kReduce) reduced += task.token_count * task.column_count;
-            if (phase == kMap) mapped[0] += task.token_count * sizes.value_dim;
-            if (phase == kOutput) mapped[1] += task.token_count * task.column_count;
-        }
+        for (int32_t index = starts.front(); index < starts.back(); ++index)
+            tasks_of[phase].push_back(rows + index * kTaskFields);
         phases_.push_back(phase);
         blocks_.push_back(blocks);
         starts_.push_back(std::move(starts));
@@ -67,10 +71,17 @@ LaunchTable::LaunchTable(const std::string& where, const PrefillCall& call, cons
     }
     if (expected_start != count) Refuse(std::to_string(count - expected_start) + " tasks belong to no launch");
     if (!InOrder(phases_)) Refuse("launches must be: whole heads; or map, reduce, output; or whole heads and then these");
-    if (mapped[0] != reduced || mapped[1] != reduced)
-        Refuse("map, reduce and output must cover the same tokens and columns, got " + std::to_string(mapped[0]) + ", " +
-               std::to_string(reduced) + ", " + std::to_string(mapped[1]));
-    CheckCoverage(recurrent);
+    std::vector<const int32_t*> recurrent = tasks_of[kWhole];
+    recurrent.insert(recurrent.end(), tasks_of[kReduce].begin(), tasks_of[kReduce].end());
+    const std::vector<Range> ranges = CheckCoverage(recurrent);
+    if (!needs_workspace_) return;
+    const std::vector<uint32_t> reduced = UnitsOf(kReduce, tasks_of[kReduce], ranges);
+    const std::vector<uint32_t> mapped = UnitsOf(kMap, tasks_of[kMap], ranges);
+    const std::vector<uint32_t> written = UnitsOf(kOutput, tasks_of[kOutput], ranges);
+    for (size_t unit = 0; unit < reduced.size(); ++unit) {
+        const bool same = written[unit] == reduced[unit] && mapped[unit] == (reduced[unit] ? AllColumns() : 0);
+        if (!same) Refuse("map, reduce and output must cover the same chunks and columns of each head");
+    }
 }
 
 void LaunchTable::Refuse(const std::string& reason) const { TORCH_CHECK_VALUE(false, where_, ": launch table: ", reason); }
@@ -93,33 +104,74 @@ void LaunchTable::CheckTask(const int32_t* fields, int64_t index) const {
            std::to_string(sizes_.gate_stride) + " gates");
 }
 
-// Every column of every head of every sequence once, over that sequence's tokens; all tokens in some sequence.
-void LaunchTable::CheckCoverage(const std::vector<const int32_t*>& tasks) const {
+uint32_t LaunchTable::AllColumns() const { return (1u << (sizes_.value_dim / kTileColumns)) - 1u; }
+
+// Every column of every head of every sequence once, over that sequence's tokens; every token and gate in one sequence.
+std::vector<LaunchTable::Range> LaunchTable::CheckCoverage(const std::vector<const int32_t*>& tasks) const {
     std::vector<uint32_t> columns(sizes_.sequences * sizes_.value_heads, 0);
-    std::vector<int64_t> begin(sizes_.sequences, -1), length(sizes_.sequences, 0);
+    std::vector<Range> ranges(sizes_.sequences, Range{-1, 0, 0});
     for (const int32_t* fields : tasks) {
         const TaskView task(fields);
-        if (begin[task.sequence] < 0) {
-            begin[task.sequence] = task.token_begin;
-            length[task.sequence] = task.token_count;
-        }
-        if (begin[task.sequence] != task.token_begin || length[task.sequence] != task.token_count)
+        const Range range{task.token_begin, task.token_count, task.gate_begin};
+        if (ranges[task.sequence].token_begin < 0) ranges[task.sequence] = range;
+        if (!(ranges[task.sequence] == range))
             Refuse("sequence " + std::to_string(task.sequence) + " has two different token ranges");
-        const int64_t first = task.column_begin / kTileColumns, tiles = task.column_count / kTileColumns;
-        const uint32_t bits = ((1u << tiles) - 1u) << first;
         uint32_t& done = columns[task.sequence * sizes_.value_heads + task.head];
+        const uint32_t bits = ColumnBits(task);
         if (done & bits)
             Refuse("head " + std::to_string(task.head) + " of sequence " + std::to_string(task.sequence) +
                    " has columns twice");
         done |= bits;
     }
-    const uint32_t all = (1u << (sizes_.value_dim / kTileColumns)) - 1u;
+    const uint32_t all = AllColumns();
     const int64_t missing = std::count_if(columns.begin(), columns.end(), [&](uint32_t done) { return done != all; });
     if (missing) Refuse(std::to_string(missing) + " of " + std::to_string(columns.size()) + " heads lack columns");
+
+    std::vector<Range> filled;
+    std::copy_if(ranges.begin(), ranges.end(), std::back_inserter(filled), [](const Range& r) { return r.token_count > 0; });
+    std::sort(filled.begin(), filled.end(), [](const Range& a, const Range& b) { return a.token_begin < b.token_begin; });
     int64_t tokens = 0;
-    for (int64_t sequence = 0; sequence < sizes_.sequences; ++sequence) tokens += length[sequence];
+    for (const Range& range : filled) {
+        if (range.token_begin != tokens)
+            Refuse("sequences must follow each other without gap or overlap, one begins at token " +
+                   std::to_string(range.token_begin) + " and not " + std::to_string(tokens));
+        tokens += range.token_count;
+    }
     if (tokens != sizes_.tokens)
         Refuse("sequences have " + std::to_string(tokens) + " tokens of " + std::to_string(sizes_.tokens));
+    std::sort(filled.begin(), filled.end(), [](const Range& a, const Range& b) { return a.gate_begin < b.gate_begin; });
+    int64_t free_gate = 0;
+    for (const Range& range : filled) {
+        if (range.gate_begin < free_gate)
+            Refuse("two sequences share gates from " + std::to_string(range.gate_begin));
+        free_gate = range.gate_begin + Padded(range.token_count);
+    }
+    return ranges;
+}
+
+// The columns that a phase of chunk-head-chunk covers of each chunk of each head, each once; a map covers all.
+std::vector<uint32_t> LaunchTable::UnitsOf(int32_t phase, const std::vector<const int32_t*>& tasks,
+                                           const std::vector<Range>& ranges) const {
+    const int64_t chunks = sizes_.gate_stride / kChunkTokens;
+    std::vector<uint32_t> units(sizes_.value_heads * chunks, 0);
+    for (const int32_t* fields : tasks) {
+        const TaskView task(fields);
+        const Range& range = ranges[task.sequence];
+        const int64_t offset = task.token_begin - range.token_begin, left = range.token_count - offset - task.token_count;
+        const bool whole_chunks = offset % kChunkTokens == 0 && (left == 0 || task.token_count % kChunkTokens == 0);
+        if (offset < 0 || left < 0 || !whole_chunks || task.gate_begin != range.gate_begin + offset)
+            Refuse("phase " + std::to_string(phase) + ": tokens " + std::to_string(task.token_begin) + "+" +
+                   std::to_string(task.token_count) + ", gates from " + std::to_string(task.gate_begin) +
+                   ", are not whole chunks of sequence " + std::to_string(task.sequence));
+        const uint32_t bits = phase == kMap ? AllColumns() : ColumnBits(task);
+        const int64_t first = task.head * chunks + task.gate_begin / kChunkTokens;
+        for (int64_t unit = first; unit < first + Padded(task.token_count) / kChunkTokens; ++unit) {
+            if (units[unit] & bits)
+                Refuse("phase " + std::to_string(phase) + " has a chunk of head " + std::to_string(task.head) + " twice");
+            units[unit] |= bits;
+        }
+    }
+    return units;
 }
 
 PackedTable LaunchTable::Pack(const std::vector<int32_t>& shape) const {

@@ -30,8 +30,19 @@ class LaunchTable {
     PackedTable Pack(const std::vector<int32_t>& shape) const;
 
   private:
+    // Of a sequence: its tokens, and where its gates begin.
+    struct Range {
+        int64_t token_begin, token_count, gate_begin;
+        bool operator==(const Range& other) const {
+            return token_begin == other.token_begin && token_count == other.token_count && gate_begin == other.gate_begin;
+        }
+    };
+
     void CheckTask(const int32_t* task, int64_t index) const;
-    void CheckCoverage(const std::vector<const int32_t*>& tasks) const;
+    std::vector<Range> CheckCoverage(const std::vector<const int32_t*>& tasks) const;
+    std::vector<uint32_t> UnitsOf(int32_t phase, const std::vector<const int32_t*>& tasks,
+                                  const std::vector<Range>& ranges) const;
+    uint32_t AllColumns() const;
     void Refuse(const std::string& reason) const;
 
     std::string where_;

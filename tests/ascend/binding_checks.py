@@ -16,6 +16,7 @@ import torch_npu
 
 from vllm_ext.ops.linear_attention import chunk_gated_delta_rule, chunk_kda, npu
 from vllm_ext.ops.linear_attention.ascend_sim.prefill import run_prefill as simulate
+from vllm_ext.ops.linear_attention.ascend_sim.tasks import chunk_head_chunk_launches, make_tasks
 from vllm_ext.ops.linear_attention.npu import extension
 from vllm_ext.ops.linear_attention.npu.launches import launch_tables, layout
 from vllm_ext.ops.linear_attention.npu.prefill import load_simulator, run_prefill
@@ -142,13 +143,8 @@ def check_npu_tensors_give_the_simulators_bits() -> None:
 
 def check_three_tier_launches_reach_the_npu() -> None:
     """A tail by chunk-head-chunk: four launches and their workspace, in order on one stream."""
-    from vllm_ext.ops.linear_attention.ascend_sim.tasks import chunk_head_chunk_launches, make_tasks
-
     for op in ("gdn", "kda"):
-        heads = [task for block in make_tasks(list(BOUNDS), VALUE_HEADS, 64, VALUE_HEADS * 3) for task in block]
-        whole = [task for task in heads if task.head < 3 or not task.token_count]
-        tail = [task for task in heads if task.head == 3 and task.token_count]
-        tasks, launches = launch_tables([("whole", [whole]), *chunk_head_chunk_launches(tail, 2, 8)])
+        tasks, launches = three_launches()
         assert launches[:, 0].tolist() == [0, 1, 2, 3]
         here = arguments(op, tasks=tasks, launches=launches)
         expected = operator(op)(**here)
@@ -221,12 +217,49 @@ def check_host_refuses_a_table_that_leaves_the_tensors() -> None:
     twice = tasks.clone()
     twice[0] = twice[1]
     refused("twice", tasks=twice)
+    last = tasks[:, 2] == 2
+    overlapping, apart, sharing = tasks.clone(), tasks.clone(), tasks.clone()
+    overlapping[last, 0] = 0
+    apart[last, 0] += 1
+    apart[last, 1] -= 1
+    sharing[last, 6] = 0
+    refused("one begins at token 0 and not 65", tasks=overlapping)
+    refused("one begins at token 66 and not 65", tasks=apart)
+    refused("two sequences share gates from 0", tasks=sharing)
+    refused("cannot cover 4 heads of 4611686018427387904 sequences", num_sequences=2**62, initial_state=None)
     refused("belong to no launch", tasks=torch.cat((tasks, tasks[:1])))
     refused("has phase 7", launches=torch.cat((torch.full((1, 1), 7, dtype=torch.int32), launches[:1, 1:]), 1))
     refused("int32 matrices on the CPU", tasks=tasks.long())
     lonely = launches[:1].clone()
     lonely[0, 0] = 1
     refused("launches must be", launches=lonely)
+
+
+def check_host_refuses_three_launches_that_do_not_fit_each_other() -> None:
+    """Map, reduce and output hand chunks to one another: on an NPU a chunk that one of them leaves out is rubbish in
+    the next, and nothing there would notice.
+    """
+    tasks, launches = three_launches()
+    chunks = {phase: slice(*launches[phase, [2, 2 + int(launches[phase, 1])]].tolist()) for phase in (1, 3)}
+    for phase in (1, 3):
+        twice, outside = tasks.clone(), tasks.clone()
+        twice[chunks[phase]][-1] = twice[chunks[phase]][0]
+        outside[chunks[phase]][-1, 6] -= 64
+        refused(f"phase {phase} has a chunk of head 3 twice", tasks=twice, launches=launches)
+        refused("are not whole chunks of sequence 2", tasks=outside, launches=launches)
+    other_head, half = tasks.clone(), tasks.clone()
+    other_head[chunks[1]][:, 3] = 2
+    refused("must cover the same chunks and columns", tasks=other_head, launches=launches)
+    half[chunks[3]][:, 5] = 32
+    refused("must cover the same chunks and columns", tasks=half, launches=launches)
+
+
+def three_launches() -> tuple[torch.Tensor, torch.Tensor]:
+    """Three heads whole, the fourth by chunk-head-chunk."""
+    heads = [task for block in make_tasks(list(BOUNDS), VALUE_HEADS, 64, VALUE_HEADS * 3) for task in block]
+    whole = [task for task in heads if task.head < 3 or not task.token_count]
+    tail = [task for task in heads if task.head == 3 and task.token_count]
+    return launch_tables([("whole", [whole]), *chunk_head_chunk_launches(tail, 2, 8)])
 
 
 def check_a_target_that_was_not_compiled_is_named() -> None:
