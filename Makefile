@@ -41,8 +41,7 @@ gpu-check:
 	@$(PYTHON) tools/gpu_check.py
 
 ascend-check:
-	@$(PYTHON) tools/ascend_check.py
-	@$(PYTHON) tools/ascend_smoke.py
+	@failed=0; $(PYTHON) tools/ascend_check.py || failed=1; $(PYTHON) tools/ascend_smoke.py || failed=1; exit $$failed
 
 clean: demo-stop
 	rm -rf .venv .demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

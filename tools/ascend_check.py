@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "csrc_ascend" / "binding")]
 
-from cann import find_compiler  # noqa: E402
+from cann import find_compiler, include_folders  # noqa: E402
 
 from vllm_ext.ha_npu.kernel_header import write_kernel_headers  # noqa: E402
 
@@ -26,12 +26,12 @@ KERNELS = ROOT / "csrc_ascend" / "kernels"
 DEFAULT_ARCH = "dav-2002"  # 310P
 
 
-def compile_command(compiler: Path, arch: str, source: Path, target: Path) -> list[str]:
-    """The command that compiles one kernel file; the plans' headers lie beside the target."""
+def compile_command(compiler: Path, arch: str, source: Path, target: Path, includes: tuple[Path, ...]) -> list[str]:
+    """The command that compiles one kernel file; the plans' headers lie beside the target, `includes` are CANN's."""
     return [
         str(compiler),
         *("-x", "asc", f"--npu-arch={arch}", "-std=c++17", "-O2"),
-        *("-I", str(source.parent), "-I", str(KERNELS), "-I", str(target.parent)),
+        *(part for folder in (source.parent, KERNELS, target.parent, *includes) for part in ("-I", str(folder))),
         *("-c", str(source), "-o", str(target)),
     ]
 
@@ -57,7 +57,7 @@ def main() -> int:
         for number, source in enumerate(sources, 1):
             name = source.relative_to(ROOT)
             print(f"[{number}/{len(sources)}] {name} for {arch}", flush=True)
-            command = compile_command(compiler, arch, source, Path(folder) / "kernel.o")
+            command = compile_command(compiler, arch, source, Path(folder) / "kernel.o", include_folders(Path(home)))
             if subprocess.run(command, check=False).returncode:
                 failed.append(str(name))
     print(f"{len(sources) - len(failed)} compiled, {len(failed)} failed{': ' if failed else ''}{', '.join(failed)}")

@@ -54,12 +54,17 @@ def find_compiler(home: Path) -> Path | None:
     return next((home / place for place in _COMPILERS if (home / place).is_file()), None)
 
 
+def include_folders(home: Path) -> tuple[Path, ...]:
+    """Where CANN keeps its headers, as far as these folders exist."""
+    return tuple(home / place for place in _INCLUDES if (home / place).is_dir())
+
+
 def find_cann(home: Path) -> Cann:
     """The installation at `home`. Raises CannError naming every part that is missing."""
     if not home.is_dir():
         raise CannError(f"ASCEND_HOME_PATH={home} is not a folder; source CANN's set_env.sh, or unset it")
     compiler = find_compiler(home)
-    includes = tuple(home / place for place in _INCLUDES if (home / place).is_dir())
+    includes = include_folders(home)
     folders = [home / place for place in _LIBRARIES]
     found = {
         name: next((folder / name for folder in folders if (folder / name).is_file()), None)

@@ -90,6 +90,8 @@ def test_ascend_check_hands_every_kernel_file_to_bisheng(
     compiler.parent.mkdir(parents=True)
     compiler.write_text('#!/bin/sh\necho "$@"\ncase "$*" in *bad.cpp*) exit 1;; esac\n')
     compiler.chmod(0o755)
+    headers = tmp_path / "cann" / "compiler" / "tikcpp" / "tikcfw"
+    headers.mkdir(parents=True)
     monkeypatch.setattr(ascend_check, "ROOT", tmp_path)
     monkeypatch.setattr(ascend_check, "KERNELS", kernels)
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "cann"))
@@ -97,4 +99,5 @@ def test_ascend_check_hands_every_kernel_file_to_bisheng(
     seen = capfd.readouterr().out
     assert "--npu-arch=dav-2002" in seen
     assert "good.cpp" in seen
+    assert f"-I {headers}" in seen, "the build of the package looks there for kernel_operator.h, and so must the check"
     assert "1 compiled, 1 failed: csrc_ascend/kernels/bad.cpp" in seen
