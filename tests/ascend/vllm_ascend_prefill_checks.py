@@ -207,7 +207,7 @@ def check_a_chip_without_kernels_is_refused_at_start_up() -> None:
     unless vLLM-Ascend's own kernel may take over.
     """
     if ON_310P:
-        return
+        pytest.skip("for a 310P there are kernels")
     from vllm_ext.model_executor.linear_attention_prefill import make_layer_prefill
     from vllm_ext.ops.linear_attention.problem import Problem
 
@@ -255,6 +255,7 @@ def check_kimi_delta_attention_is_served_where_vllm_calls_it() -> None:
 
 def check_no_triton_is_imported_on_a_310p() -> None:
     """C21: on a 310P importing Triton fails, and everything above ran."""
-    if ON_310P:
-        with pytest.raises(ImportError):
-            import triton  # noqa: F401
+    if not ON_310P:
+        pytest.skip("Triton may be imported for an A2")
+    with pytest.raises(ImportError):
+        import triton  # noqa: F401

@@ -98,6 +98,11 @@ class _RunsOnAscend:
                 "its expert balancing moves experts by the names of its own weights",
                 ": unset dynamic_eplb",
             ),
+            (
+                bool(config.mix_placement),
+                "its mixed placement puts shared experts, which stay in 16 bits, among the routed ones",
+                ": unset mix_placement",
+            ),
         )
         for is_refused, why, remedy in refused:
             if is_refused:
