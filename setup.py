@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,8 +63,7 @@ class BuildAscend(build_ext):
     def _build(self, ext: Extension) -> None:
         found = cann.from_environment()
         assert found is not None
-        if shutil.which("cmake") is None:
-            raise cann.CannError("cmake is not on the path: pip install cmake")
+        environment = cann.cmake_environment(os.environ)
         options = torch_options()
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +87,7 @@ class BuildAscend(build_ext):
             ["cmake", "--build", str(folder), "--parallel", os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))],
         )
         for command in commands:
-            if subprocess.run(command, check=False).returncode:
+            if subprocess.run(command, env=environment, check=False).returncode:
                 raise cann.CannError(f"`{' '.join(command[:2])}` failed in {folder}; its messages are above")
 
 

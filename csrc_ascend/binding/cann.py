@@ -140,17 +140,36 @@ class TorchFacts:
     abi: int
 
 
+def _with_and_without_isolation(environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """The environment as it is and without PYTHONPATH, by which pip hides what it installs beside from a build."""
+    return [dict(environment), {key: value for key, value in environment.items() if key != "PYTHONPATH"}]
+
+
+def cmake_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Where cmake runs: the one from the package index is a Python script, and pip's isolation hides its package.
+
+    Raises CannError without a cmake, or with one that does not run.
+    """
+    if shutil.which("cmake", path=environment.get("PATH")) is None:
+        raise CannError("cmake is not on the path: pip install cmake")
+    reason = ""
+    for variables in _with_and_without_isolation(environment):
+        command = ["cmake", "--version"]
+        result = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+        if result.returncode == 0:
+            return variables
+        reason = (result.stderr.strip().splitlines() or ["no reason"])[-1]
+    raise CannError(f"cmake is on the path and does not run ({reason}): pip install cmake")
+
+
 def torch_facts(environment: Mapping[str, str]) -> TorchFacts:
-    """Ask the interpreter that runs the build, and then the same one without PYTHONPATH: pip hides the environment it
-    installs into from a build in isolation by that variable.
+    """Ask the interpreter that runs the build, with and without the isolation pip built up.
 
     torch_npu is located, not imported: importing it starts CANN, which a machine that only builds need not have. Raises
     CannError naming what cannot be found.
     """
-    quiet = {**environment, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    attempts = [quiet, {key: value for key, value in quiet.items() if key != "PYTHONPATH"}]
     reason = ""
-    for variables in attempts:
+    for variables in _with_and_without_isolation({**environment, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}):
         command = [sys.executable, "-c", _TORCH_PROBE]
         result = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
         if result.returncode:

@@ -171,6 +171,16 @@ def check_sizes_are_cut_padded_or_refused() -> None:
             expert_sizes(*arguments)
 
 
+def check_the_smoke_scripts_layers_are_right_where_the_operators_are() -> None:
+    """The rows of experts that `make ascend-check` prints: within its tolerance of FP64, and timed."""
+    import ascend_smoke
+
+    rows = [ascend_smoke.attempt(case, "experts", ascend_smoke.experts_row, CPU) for case in ascend_smoke.EXPERTS]
+    assert [row.status for row in rows] == ["ok"] * 2, ascend_smoke.table(rows)
+    assert all(row.error is not None and 0 < row.error <= ascend_smoke.EXPERTS_TOLERANCE for row in rows)
+    assert all(row.milliseconds is not None and row.milliseconds > 0 for row in rows)
+
+
 def check_dtypes_a_chip_lacks_are_refused_with_the_remedy() -> None:
     """BF16 on a 310P, FP32 anywhere, and a promise of batch invariance nobody has checked."""
     layer = make_layer(dtype=torch.bfloat16)

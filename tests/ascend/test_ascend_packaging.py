@@ -50,6 +50,12 @@ def clean_environment(**variables: str) -> dict[str, str]:
     return {**kept, **variables}
 
 
+def hide_packages(folder: Path) -> None:
+    """With `folder` on PYTHONPATH, hide the environment's packages as pip does from a build in isolation."""
+    text = "import sys\nsys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n"
+    (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
+
+
 def fake_home(folder: Path) -> Path:
     """A CANN with every part the build asks for; nothing in it works."""
     for part in PARTS.values():
@@ -114,9 +120,7 @@ def test_building_with_a_broken_cann_fails_in_one_line(tmp_path: Path) -> None:
 
 def test_a_build_in_isolation_finds_the_torch_it_installs_beside(tmp_path: Path) -> None:
     """`pip install .` hides the environment's packages from the build by PYTHONPATH; headers must still be found."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nsys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n", encoding="utf-8"
-    )
+    hide_packages(tmp_path)
     hidden = clean_environment(PYTHONPATH=str(tmp_path))
     probe = [sys.executable, "-c", "import torch"]
     assert subprocess.run(probe, env=hidden, capture_output=True, check=False).returncode, "torch is hidden"
@@ -128,6 +132,24 @@ def test_a_build_in_isolation_finds_the_torch_it_installs_beside(tmp_path: Path)
     assert (facts.npu / "include" / "torch_npu" / "csrc").is_dir()
     assert (facts.libraries / "libtorch_cpu.so").is_file()
     assert any((Path(folder) / "torch" / "library.h").is_file() for folder in facts.includes)
+
+
+def test_a_build_in_isolation_runs_a_cmake_that_pip_installed(tmp_path: Path) -> None:
+    """The package index's cmake is a script of the environment's Python; `pip install .` hid its package from it."""
+    hide_packages(tmp_path)
+    script = tmp_path / "cmake"
+    variables = clean_environment(PATH=str(tmp_path), PYTHONPATH=str(tmp_path))
+    with pytest.raises(cann.CannError, match="not on the path: pip install cmake"):
+        cann.cmake_environment(variables)
+    for module, found in (("pytest", True), ("no_such_module", False)):
+        script.write_text(f"#!{sys.executable}\nimport {module}\n", encoding="utf-8")
+        script.chmod(0o755)
+        assert subprocess.run([script], env=variables, capture_output=True, check=False).returncode
+        if found:
+            assert "PYTHONPATH" not in cann.cmake_environment(variables)
+        else:
+            with pytest.raises(cann.CannError, match=r"does not run .*no_such_module"):
+                cann.cmake_environment(variables)
 
 
 def test_targets_are_the_named_ones_the_machines_or_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
