@@ -127,7 +127,7 @@ def apply(
     ids = local_expert_ids(topk_ids, expert_map, meta.num_experts).flatten()
     routed = ids != NOT_ROUTED
     key = torch.where(routed, ids, meta.num_experts if expert_map is not None else meta.num_experts - 1)
-    order = torch.argsort(key, stable=True)
+    order = torch.argsort(key.float(), stable=True)  # integers torch_npu sorts on the chip's CPU, as it warns
     if expert_map is not None:
         order = order[: int(routed.sum())]
     slots = hidden_states.new_zeros(num_tokens * top_k, meta.hidden_size)
