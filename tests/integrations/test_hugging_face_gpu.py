@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import tiny_models as tiny
+import tiny_transformers as tiny
 import torch
 
 if not torch.cuda.is_available():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models as tiny
+import tiny_transformers as tiny
 import torch
 import transformers
 from safetensors.torch import load_file

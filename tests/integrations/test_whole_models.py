@@ -8,7 +8,7 @@ import weakref
 from typing import Any
 
 import pytest
-import tiny_models as tiny
+import tiny_transformers as tiny
 import torch
 from tiny_families import write_back
 from torch import nn

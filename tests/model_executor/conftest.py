@@ -11,16 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_environment import ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "OMP_NUM_THREADS": "1",
-}
 Job = dict[str, Any]
 Result = dict[str, Any]
 

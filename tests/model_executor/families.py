@@ -201,7 +201,7 @@ def put_into_docs(document: dict[str, Any]) -> None:
 
 def run_jobs(jobs: list[dict[str, Any]], folder: Path, **environment: str) -> list[Answer]:
     """Answers from one fresh process; jobs it did not reach are errors."""
-    from conftest import ENVIRONMENT
+    from engine_environment import ENVIRONMENT
 
     (folder / "jobs.json").write_text(json.dumps(jobs))
     results = folder / "results.json"

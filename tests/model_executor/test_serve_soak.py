@@ -28,7 +28,7 @@ def soak():
 def test_mixed_requests_are_answered_as_alone_across_a_restart(tmp_path):
     """Aborts, stop tokens, several samples, streaming, and an engine that is shut down in the middle."""
     pytest.importorskip("vllm")
-    from conftest import ENVIRONMENT
+    from engine_environment import ENVIRONMENT
 
     out = tmp_path / "result.json"
     command = [sys.executable, str(SCRIPT), "--requests", "60", "--repeats", "3", "--longest", "200", "--eager"]
