@@ -52,7 +52,9 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
 
     kind = AutoModelForCausalLM
     if getattr(AutoConfig.from_pretrained(args.model), "model_type", "") == "diffusion_gemma":
-        from transformers import DiffusionGemmaForBlockDiffusion as kind
+        from transformers import DiffusionGemmaForBlockDiffusion
+
+        kind = DiffusionGemmaForBlockDiffusion
     return kind.from_pretrained(args.model, device_map=device().type), AutoTokenizer.from_pretrained(args.model)
 
 

@@ -135,7 +135,7 @@ def _attention_cases(draw: Callable[..., torch.Tensor], tokens: int, hidden: int
         return t * angles[0][:, :, None] + torch.cat((-second, first), dim=-1) * angles[1][:, :, None]
 
     def plain() -> tuple[torch.Tensor, ...]:
-        q, k, v = qkv.view(1, tokens, -1, dim).split([heads, kv, kv], dim=2)
+        q, k, v = torch.split(qkv.view(1, tokens, -1, dim), [heads, kv, kv], dim=2)
         return tuple(
             t.transpose(1, 2).contiguous()
             for t in (rotate(_norm(q, q_weight)), rotate(_norm(k, k_weight)), _norm(v, None))

@@ -113,8 +113,8 @@ def _real_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype) -
     """Buffers hold what a constructor computes; on the meta device it computed nothing."""
     if type(module).__name__.endswith("RotaryEmbedding") and hasattr(module, "config"):
         fresh = type(module)(module.config)
-        for key, buffer in fresh.named_buffers():
-            module._buffers[key] = buffer.to(device)
+        for key, computed in fresh.named_buffers():
+            module._buffers[key] = computed.to(device)
         return
     for key, buffer in module._buffers.items():
         if buffer is None or buffer.device.type != "meta":

@@ -57,7 +57,7 @@ class _Marked:
 
         def before(*_: Any) -> None:
             record = torch.profiler.record_function(_MARK + label)
-            record.__enter__()
+            record.__enter__()  # type: ignore[no-untyped-call]
             open_ranges.append(record)
 
         def after(*_: Any) -> None:
@@ -83,7 +83,7 @@ def shares(model: Any, ids: torch.Tensor, steps: int) -> dict[str, float]:
     found: dict[str, float] = defaultdict(float)
     for event in profile.events():
         time = sum(kernel.duration for kernel in event.kernels) if on_gpu else event.self_cpu_time_total
-        if time and event.device_type == torch.autograd.DeviceType.CPU:
+        if time and event.device_type.name == "CPU":
             found[_owner(event)] += time / 1e3 / steps
     found.pop("encoder", None)
     return dict(found)

@@ -153,7 +153,7 @@ def _memory(op: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     row = Row(op, *heads, (MEMORY_TOKENS,))
     call = make_call(row)
     measured = []
-    functions = {"ours": lambda: FUNCTIONS[op](**call, backend="triton")}
+    functions: dict[str, Callable[[], Any]] = {"ours": lambda: FUNCTIONS[op](**call, backend="triton")}
     if "FLA" in args.peers:
         functions["FLA"] = PEERS["FLA"](op, call)
     for name, function in functions.items():

@@ -50,7 +50,7 @@ def gsm8k(path: Path, limit: int) -> list[Prompt]:
 
     Raises ValueError naming the line that is something else.
     """
-    found = []
+    found: list[Prompt] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if len(found) == limit:
             break

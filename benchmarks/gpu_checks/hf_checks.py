@@ -43,6 +43,8 @@ def kernels(options: argparse.Namespace, state: dict[str, Any]) -> Any:
     noise = torch.empty(logits.shape, device="cuda").exponential_(1)
     processed = torch.empty_like(logits)
     found = token_statistics(logits, temperature=0.6, softcap=30.0, noise=noise, processed=processed)
+    assert found.log_sum is not None
+    assert found.sample is not None
     p = probabilities(processed, found.log_sum, torch.empty_like(processed))
     return {
         "wrong_indices": int((index != wanted[1]).sum()),
@@ -83,7 +85,7 @@ def numbers(options: argparse.Namespace, state: dict[str, Any]) -> Any:
     found: dict[str, Any] = {"experts in BF16 (quantisation itself)": against(bf16)}
     found["stock modules"] = against(_probe(model, prompt))
     found["replayed layers equal launched ones"] = _replays_equal(model)
-    parts = {
+    parts: dict[str, dict[str, Any]] = {
         "norms and projections": {"fused_layers": False, "capture": False, "sampler": False},
         "captured modules": {"fused_layers": False, "norms": False, "projections": False, "sampler": False},
         "fused layers": {"capture": False, "sampler": False},

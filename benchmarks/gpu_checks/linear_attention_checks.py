@@ -146,6 +146,7 @@ def check_case(task: tuple[Case, str, bool]) -> Result:
         assert expected[1] is not None
         result["errors"] = [error(o, expected[0]), error(state, expected[1])]
         again = FUNCTIONS[op](**call, **case.options)
+        assert again[1] is not None
         result["same_bits"] = torch.equal(o, again[0]) and torch.equal(state, again[1])
         result["ok"] = max(result["errors"]) < TOLERANCE[case.dtype] and result["same_bits"]
         if fla:
@@ -170,7 +171,10 @@ def check_segments(op: str) -> Result:
             backend._hopper = choice
             for block, segment in ((64, 2), (128, 3), (64, None)):
                 got = backend.run(given, op, plan.Mapping(plan.SEGMENTS, block, segment))
-                errors += [error(x, y) for x, y in zip(got, expected, strict=True)]
+                for x, y in zip(got, expected, strict=True):
+                    assert x is not None
+                    assert y is not None
+                    errors.append(error(x, y))
     finally:
         backend._hopper = hopper
     return {"case": "segments", "op": op, "errors": errors, "ok": max(errors) < TOLERANCE[torch.bfloat16]}
@@ -189,7 +193,8 @@ def check_graph(op: str) -> Result:
         call["cu_seqlens"].copy_(torch.tensor(bounds, dtype=torch.int32))
         graph.replay()
         fresh = function(**call)
-        if not all(torch.equal(x, y) for x, y in zip(captured, fresh, strict=True)):
+        pairs = zip(captured, fresh, strict=True)
+        if not all(x is not None and y is not None and torch.equal(x, y) for x, y in pairs):
             return {"case": "graph", "op": op, "ok": False, "bounds": bounds}
     return {"case": "graph", "op": op, "ok": True}
 
@@ -215,6 +220,7 @@ def quick() -> list[Result]:
         for case in CASES:
             if case.name in QUICK:
                 o, state = FUNCTIONS[op](**operands(case, op))
+                assert state is not None
                 finite = bool(torch.isfinite(o).all()) and bool(torch.isfinite(state).all())
                 results.append({"case": case.name, "op": op, "ok": finite})
     return results

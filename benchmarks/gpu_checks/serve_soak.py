@@ -139,7 +139,8 @@ def differs(alone: dict[str, Any], mixed: dict[str, Any], near: float | None, sa
 def memory(engine_parent: int) -> dict[str, float]:
     """MiB in use: private memory of this process and its children, and the GPU's."""
     listing = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True).stdout
-    parents = dict(map(int, line.split()) for line in listing.splitlines()[1:])
+    rows = (line.split() for line in listing.splitlines()[1:])
+    parents = {int(pid): int(parent) for pid, parent in rows}
     family = {engine_parent}
     while True:
         more = {pid for pid, parent in parents.items() if parent in family} - family
