@@ -82,8 +82,8 @@ def round_codes(values: torch.Tensor) -> torch.Tensor:
 
 
 def search_codes(values: torch.Tensor) -> torch.Tensor:
-    """Codes to take moments of: bytes where a core's cache bounds the search, FP32 on a GPU, where reductions over bytes
-    take more than twice as long and each conversion is one more pass over memory."""
+    """Codes to take moments of: bytes where a core's cache bounds the search, FP32 on a GPU, where sums over bytes take
+    more than twice as long and each conversion is one more pass over memory."""
     codes = round_codes(values)
     return codes.to(torch.uint8) if values.device.type == "cpu" else codes
 
