@@ -21,15 +21,6 @@ def cpu_model() -> str:
     return names[0] if names else platform.machine()
 
 
-def gpu_model() -> str | None:
-    """The first CUDA device's name; None without one, or without torch."""
-    try:
-        import torch
-    except ImportError:
-        return None
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
-
-
 def installed_version(package: str) -> str | None:
     """The installed version of a distribution, None when it is absent."""
     try:
@@ -39,10 +30,9 @@ def installed_version(package: str) -> str | None:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, GPU, cores this process may use, Python, and the packages that decide speed and rounding."""
+    """Processor, cores this process may use, Python and the versions of the packages that decide speed and rounding."""
     return {
         "cpu": cpu_model(),
-        "gpu": gpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := installed_version(name)) is not None},

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm_ext.benchmarks.environment import describe_machine
 from vllm_ext.benchmarks.quantizer_model import CPU, FULL, SMOKE, LanguageModel, Size, corpus, train
 from vllm_ext.benchmarks.quantizer_peers import clip_search, gptqmodel_package, half_quadratic, hqq_package
+from vllm_ext.benchmarks.registry import describe_run
 
 from vllm_ext.quantization import quantize_weight
 
@@ -102,7 +102,7 @@ def measure(size: Size, device: str) -> dict[str, Any]:
         "training_seconds": trained,
         **evaluate(model, held_out, device),
         "device": torch.cuda.get_device_name(0) if device != "cpu" else "cpu",
-        "machine": describe_machine(),
+        "machine": describe_run(),
     }
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from vllm_ext.benchmarks.environment import describe_machine
+from vllm_ext.benchmarks.registry import describe_run
 
 from vllm_ext.quantization import quantize_weight
 from vllm_ext.quantization.pack import pack_checkpoint
@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
         results["packing"] = packing(options.out / "scratch", device, options.shards, experts, options.jobs)
     results["device"] = torch.cuda.get_device_name(0) if device != "cpu" else "cpu"
     results["threads"] = torch.get_num_threads()
-    results["machine"] = describe_machine()
+    results["machine"] = describe_run()
     (options.out / "quantizer_speed.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     print(f"{'what':8}{'group':>6}  {'zero point':11}{'GB/s':>9}{'x minmax':>10}{'error':>8}")
     for row in results["rows"]:

@@ -164,9 +164,9 @@ def main() -> int:
     kernels = {name: answer["kernels"] for name, answer in answers.items() if answer["kernels"]}
     result = {"ok": ok, "pairs": pairs, "moved by quantising": moved, "kernels": kernels, "compiled": args.compiled}
     if args.out:
-        from vllm_ext.benchmarks.environment import describe_machine
+        from vllm_ext.benchmarks.registry import describe_run
 
-        args.out.write_text(json.dumps({**result, "machine": describe_machine()}, indent=1) + "\n")
+        args.out.write_text(json.dumps({**result, "machine": describe_run()}, indent=1) + "\n")
     print(json.dumps(result, indent=1))
     return 0 if ok else 1
 

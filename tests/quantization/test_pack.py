@@ -13,6 +13,7 @@ import pytest
 import tiny_checkpoints as made
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_checkpoints import contents
 
 from vllm_ext.quantization import Scheme, join_quantized, quantize_weight
 from vllm_ext.quantization.checkpoint import Checkpoint
@@ -30,10 +31,6 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     for path in sorted(folder.glob("*.safetensors")):
         merged.update(load_file(path))
     return merged
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def quantize(*arguments: object) -> int:

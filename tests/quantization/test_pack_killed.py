@@ -11,16 +11,13 @@ from pathlib import Path
 import pytest
 import tiny_checkpoints as made
 import torch
+from tiny_checkpoints import contents
 
 from vllm_ext.quantization import Scheme
 from vllm_ext.quantization.pack import pack_checkpoint
 
 KILLS = 20
 SCHEME = Scheme(32, 16)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 @pytest.fixture

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from safetensors.torch import load_file, save_file
+from tiny_checkpoints import contents
 
 from vllm_ext.quantization.cli import quantize_main
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 @pytest.fixture(scope="module")

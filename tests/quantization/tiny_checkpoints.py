@@ -133,3 +133,8 @@ def forked(action: Callable[[], int]) -> int:
 def exit_status(child: int) -> int:
     """Wait for a child and return its exit status, negative for a signal."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder: its path in it to its bytes."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}

@@ -21,9 +21,10 @@ from vllm_ext.ops.linear_attention.triton.prepare_kda import prepare_kda_kernel
 from vllm_ext.ops.linear_attention.triton.recurrence import recurrence_kernel
 from vllm_ext.ops.linear_attention.triton.segments import compose_kernel
 from vllm_ext.ops.linear_attention.triton.slots import slot_count
+from vllm_ext.ops.triton_device import interpreting
+from vllm_ext.ops.triton_device import usable as usable
 
 NAME = "triton"
-MINIMUM_CAPABILITY = (8, 0)
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_SIZES = (16, 32, 64, 128, 256)
 # Gluon changes from one version of Triton to the next; these are the ones its kernel has run with.
@@ -33,25 +34,6 @@ _COMPOSE_COLUMNS = 16
 # Of a thread, without and with L2 norms: four or three programs on a multiprocessor.
 _PREPARE_REGISTERS = {False: 128, True: 168}
 _INTERPRETED_MULTIPROCESSORS = 4
-
-
-def interpreting() -> bool:
-    """True under TRITON_INTERPRET=1: kernels run on the CPU, for tests."""
-    return bool(triton.knobs.runtime.interpret)
-
-
-def usable(device: torch.device) -> tuple[bool, str]:
-    """CUDA devices from compute capability 8.0; any device under Triton's interpreter."""
-    if interpreting():
-        return True, "Triton's interpreter, for tests only"
-    if device.type != "cuda":
-        return False, f"Triton kernels need a CUDA device, not {device.type!r} (TRITON_INTERPRET=1 runs them for tests)"
-    if not torch.cuda.is_available():
-        return False, "torch sees no CUDA device"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < MINIMUM_CAPABILITY:
-        return False, f"compute capability {capability} is below {MINIMUM_CAPABILITY}"
-    return True, f"{torch.cuda.get_device_name(device)}, compute capability {capability[0]}.{capability[1]}"
 
 
 def supports(problem: Problem) -> tuple[bool, str]:

@@ -17,32 +17,14 @@ from vllm_ext.ops.moe.triton.dequant import CodeForm, code_form
 from vllm_ext.ops.moe.triton.gemm import down_kernel, gate_up_kernel
 from vllm_ext.ops.moe.triton.layout import PLANES, interleave_rows, to_kernel_order
 from vllm_ext.ops.moe.triton.pdl import dependent_launch
+from vllm_ext.ops.triton_device import interpreting
+from vllm_ext.ops.triton_device import usable as usable
 from vllm_ext.quantization import QuantizedWeight
 
 NAME = "triton"
-MINIMUM_CAPABILITY = (8, 0)
 # Of a tile of 64 rows, gate and up.
 _LEAST_COLUMNS = 32
 _FACTOR_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
-def interpreting() -> bool:
-    """True under TRITON_INTERPRET=1: kernels run on the CPU, for tests."""
-    return bool(triton.knobs.runtime.interpret)
-
-
-def usable(device: torch.device) -> tuple[bool, str]:
-    """CUDA devices from compute capability 8.0; any device under Triton's interpreter."""
-    if interpreting():
-        return True, "Triton's interpreter, for tests only"
-    if device.type != "cuda":
-        return False, f"Triton kernels need a CUDA device, not {device.type!r} (TRITON_INTERPRET=1 runs them for tests)"
-    if not torch.cuda.is_available():
-        return False, "torch sees no CUDA device"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < MINIMUM_CAPABILITY:
-        return False, f"compute capability {capability} is below {MINIMUM_CAPABILITY}"
-    return True, f"{torch.cuda.get_device_name(device)}, compute capability {capability[0]}.{capability[1]}"
 
 
 def prepare(
