@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import shutil
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import engine_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (5, 33, 64, 130, 300)
@@ -29,11 +29,8 @@ KINDS: dict[str, dict[str, Any]] = {"integer zero points": {"zero_point": "int"}
 Answer = dict[str, Any]
 
 
-def child(model: str, options: dict[str, Any], log: Path, result: Path) -> None:
+def child(model: str, options: dict[str, Any], result: Path) -> None:
     """Run one engine and write its log-probabilities; the plugin only where options ask for it."""
-    with log.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
     if options.get("quantization") == "w4a16-grouped":
         from vllm_ext.plugin import register
 
@@ -96,25 +93,22 @@ def write_checkpoints(folder: Path) -> dict[str, Path]:
 
 def run_engines(jobs: dict[str, tuple[Path, dict[str, Any]]], folder: Path, timeout: float) -> dict[str, Answer]:
     """Start every engine at once, each in a process of its own; a failed one answers {"error": its last lines}."""
-    context = multiprocessing.get_context("spawn")
+    server = engine_processes.context({"VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1"})
     started = {}
     for index, (name, (model, options)) in enumerate(jobs.items()):
         log, result = folder / f"{index}.log", folder / f"{index}.json"
-        process = context.Process(target=child, args=(str(model), options, log, result))
-        process.start()
+        process = engine_processes.start(server, child, (str(model), options, result), log)
         started[name] = (process, log, result)
     deadline = time.monotonic() + timeout
     answers: dict[str, Answer] = {}
     for name, (process, log, result) in started.items():
-        process.join(max(1.0, deadline - time.monotonic()))
-        if process.exitcode is None:
-            process.kill()
-            process.join()
+        engine_processes.join(process, deadline)
         text = log.read_text(errors="replace")
         answers[name] = json.loads(result.read_text()) if result.exists() else {"error": text[-2500:]}
         kernels = {line.split("] ")[-1] for line in text.splitlines() if "MoE" in line and "arlin" in line}
         answers[name]["kernels"] = sorted(kernels)[:3]
-        print(f"{name}: {'failed' if 'error' in answers[name] else 'answered'}", flush=True)
+        word = "failed" if "error" in answers[name] else "answered"
+        print(f"{name}: {word} after {time.monotonic() - deadline + timeout:.0f} s", flush=True)
     return answers
 
 
@@ -135,13 +129,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="also write the result, with the machine's description, here")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for all engines together")
     args = parser.parse_args()
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_PLUGINS": "",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
     eager = {"enforce_eager": not args.compiled}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -12,17 +12,17 @@ ends its own request only. Exit status 0 when everything agrees.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from pathlib import Path
 from typing import Any
+
+import engine_processes
+from vllm_ext.benchmarks.registry import describe_run
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("qwen3-next", "kimi-linear")
@@ -212,45 +212,41 @@ def judge(parts: list[dict[str, Any]], merged: dict[str, Any]) -> bool:
     )
 
 
+def child(kind: str, model: str, seeds: range, seconds: float, result: Path) -> None:
+    """One process's part."""
+    process = Child(kind, model, seeds, seconds, result)
+    process.note("begin")
+    skip_autotuning()
+    from vllm_ext.plugin import register
+
+    register()
+    process.run()
+
+
 def launch(kinds: list[str], args: argparse.Namespace, folder: Path) -> list[tuple[str, str, Any]]:
     """Start every process of every kind: (kind, name, process)."""
     sys.path.insert(0, str(ROOT / "examples"))
     from tiny_models import write_tiny_model
 
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "DEBUG",
-        "OMP_NUM_THREADS": "2",
-    }
+    server = engine_processes.context({"VLLM_LOGGING_LEVEL": "DEBUG", "OMP_NUM_THREADS": "2"})
     started = []
     for kind in kinds:
         model = str(write_tiny_model(kind, folder / kind))
         for index in range(args.processes):
-            name = f"{kind}-{index}"
-            child_args = [kind, model, index, args.processes, args.mixes, args.seconds, folder / f"{name}.json"]
-            with (folder / f"{name}.log").open("w") as log:
-                process = subprocess.Popen(
-                    [sys.executable, __file__, "--child", *map(str, child_args)],
-                    env=environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            started.append((kind, name, process))
+            name, seeds = f"{kind}-{index}", range(index, args.mixes, args.processes)
+            job = (kind, model, seeds, args.seconds, folder / f"{name}.json")
+            started.append((kind, name, engine_processes.start(server, child, job, folder / f"{name}.log")))
     return started
 
 
 def watch(started: list[tuple[str, str, Any]], args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Wait for the processes, writing what they have found so far every few seconds; end those that take too long."""
     limit = time.monotonic() + args.seconds + 5
-    while any(process.poll() is None for _, _, process in started) and time.monotonic() < limit:
+    while any(process.is_alive() for _, _, process in started) and time.monotonic() < limit:
         time.sleep(3)
         record(collect(started, folder), args.out)
     for _, _, process in started:
-        process.kill()
+        engine_processes.join(process, 0)
     results = collect(started, folder)
     record(results, args.out)
     for _, name, _ in started:
@@ -290,39 +286,14 @@ def collect(started: list[tuple[str, str, Any]], folder: Path) -> dict[str, Any]
 def record(results: dict[str, Any], out: Path | None) -> None:
     """Write the results, with the machine's description, where they were asked for."""
     if out is not None:
-        content = {"kinds": results, "tolerance": TOLERANCE, "machine": machine()}
+        content = {"kinds": results, "tolerance": TOLERANCE, "machine": describe_run()}
         part = out.with_suffix(".part")
         part.write_text(json.dumps(content, indent=1) + "\n")
         part.replace(out)
 
 
-@functools.cache
-def machine() -> dict[str, str]:
-    """What the check ran on."""
-    import torch
-    import vllm
-
-    return {
-        "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU",
-        "torch": torch.__version__,
-        "vllm": vllm.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": os.environ.get("VLLM_EXT_COMMIT", ""),
-    }
-
-
 def main() -> int:
     """Command line; see the module."""
-    if sys.argv[1:2] == ["--child"]:
-        kind, model, first, step, mixes, seconds, result = sys.argv[2:]
-        process = Child(kind, model, range(int(first), int(mixes), int(step)), float(seconds), Path(result))
-        process.note("begin")
-        skip_autotuning()
-        from vllm_ext.plugin import register
-
-        register()
-        process.run()
-        return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", action="append", choices=KINDS, help="one kind of model only; may be repeated")
     parser.add_argument("--mixes", type=int, default=200, help="of each kind and configuration (default: %(default)s)")

@@ -1,0 +1,62 @@
+"""Processes that run vLLM engines for the GPU checks.
+
+They are forked from a server that has imported vLLM once: importing it in every process costs more than the checks do.
+The server starts from a fresh interpreter, so a CUDA context of the caller is not inherited.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+
+# Not the worker: with it come kernels whose import asks for the GPU, and a CUDA context does not survive a fork.
+_PRELOAD = ("torch", "transformers", "vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine")
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def context(environment: dict[str, str]) -> ForkServerContext:
+    """The server's context; `environment` is added to this process's and so to that of every engine's."""
+    os.environ |= {**ENVIRONMENT, **environment}
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(list(_PRELOAD))
+    return found
+
+
+def start(
+    server: ForkServerContext, function: Callable[..., None], arguments: tuple[object, ...], log: Path
+) -> ForkServerProcess:
+    """Run `function(*arguments)` in a process whose output goes to `log`."""
+    process = server.Process(target=_logged, args=(function, arguments, log))
+    process.start()
+    return process
+
+
+def _logged(function: Callable[..., None], arguments: tuple[object, ...], log: Path) -> None:
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    inspect_models_in_process()
+    function(*arguments)
+
+
+def inspect_models_in_process() -> None:
+    """Let vLLM look at a model's class here: it starts an interpreter for that, which imports everything once more."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
+
+
+def join(process: ForkServerProcess, deadline: float) -> None:
+    """Wait until a monotonic time, then end the process."""
+    process.join(max(0.5, deadline - time.monotonic()))
+    if process.exitcode is None:
+        process.kill()
+        process.join()
