@@ -3,7 +3,7 @@
     python benchmarks/gpu_checks/kda_model.py [--kind qwen3-next] [--compiled] [--mla-backend TRITON_MLA] [--out FILE]
 
 vLLM's Kimi-Linear does not run on a CPU, so this is where the whole model is checked. Five engines start side by side,
-each in its own process (about a minute); the plugin is registered by hand, so nothing needs to be installed. The last
+each in its own process; the plugin is registered by hand, so nothing needs to be installed. The last
 line printed is JSON: for each pair the mean, 90th percentile and largest difference of prompt log-probabilities, and
 whether greedy tokens agree wherever the margin exceeds the tolerance. A pair "stock, small budget" against stock is the
 yardstick: both are vLLM's own kernels, only the prompts are cut differently. Exit status 0 when every pair agrees.
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import engine_processes
+from vllm_ext.benchmarks.registry import describe_run
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (1, 5, 63, 64, 65, 130, 300, 700)
@@ -73,40 +74,16 @@ def child(model: str, options: dict[str, Any], result: Path) -> None:
 
 def run_engines(model: str, common: dict[str, Any], folder: Path, timeout: float) -> dict[str, Answer]:
     """Start every engine at once; an engine that fails or runs out of time answers {"error": last lines}."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "DEBUG",
-    }
+    server = engine_processes.context({"VLLM_LOGGING_LEVEL": "DEBUG"})
     started = {}
     for index, (name, options) in enumerate(ENGINES.items()):
-        log = folder / f"{index}.log"
-        command = [
-            sys.executable,
-            __file__,
-            "--child",
-            model,
-            json.dumps({**common, **options}),
-            f"{folder}/{index}.json",
-        ]
-        with log.open("w") as file:
-            started[name] = (
-                subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT),
-                log,
-                index,
-            )
+        log, result = folder / f"{index}.log", folder / f"{index}.json"
+        process = engine_processes.start(server, child, (model, {**common, **options}, result), log)
+        started[name] = (process, log, result)
     deadline = time.monotonic() + timeout
     answers: dict[str, Answer] = {}
-    for name, (process, log, index) in started.items():
-        try:
-            process.wait(max(1.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        result = folder / f"{index}.json"
+    for name, (process, log, result) in started.items():
+        engine_processes.join(process, deadline)
         text = log.read_text(errors="replace")
         answers[name] = json.loads(result.read_text()) if result.exists() else {"error": text[-3000:]}
         served = {line.split("] ")[-1] for line in text.splitlines() if "prefill by vllm_ext" in line}
@@ -135,26 +112,8 @@ def compare(one: Answer, other: Answer) -> dict[str, Any]:
     return {"ok": ok, "mean": mean, "p90": high, "max": gaps[-1], "margins_at_first_difference": margins}
 
 
-def machine() -> dict[str, str]:
-    """What the figures were measured on."""
-    import torch
-    import vllm
-
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return {
-        "gpu": torch.cuda.get_device_name(0),
-        "torch": torch.__version__,
-        "vllm": vllm.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": os.environ.get("VLLM_EXT_COMMIT") or commit.stdout.strip(),
-    }
-
-
 def main() -> int:
     """Command line; see the module."""
-    if sys.argv[1:2] == ["--child"]:
-        child(sys.argv[2], json.loads(sys.argv[3]), Path(sys.argv[4]))
-        return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", default="kimi-linear", choices=("kimi-linear", "qwen3-next", "qwen3.5-moe"))
     parser.add_argument("--compiled", action="store_true", help="torch.compile and CUDA graphs instead of eager")
@@ -178,7 +137,7 @@ def main() -> int:
     ok = all(pair["ok"] for pair in pairs.values()) and bool(served)
     result = {"kind": args.kind, "compiled": args.compiled, "ok": ok, "pairs": pairs, "served": served}
     if args.out:
-        args.out.write_text(json.dumps({**result, "machine": machine()}, indent=1) + "\n")
+        args.out.write_text(json.dumps({**result, "machine": describe_run()}, indent=1) + "\n")
     print(json.dumps(result, indent=1))
     return 0 if ok else 1
 
