@@ -130,9 +130,15 @@ def run_benchmark(benchmark: Benchmark, argv: list[str]) -> int:
     """Check, measure, print and record one benchmark; the exit status."""
     parser = argparse.ArgumentParser(prog=f"vllm-ext bench {benchmark.name}", description=benchmark.help)
     benchmark.arguments(parser)
-    default = RESULTS / f"{benchmark.name.replace('-', '_')}.json"
-    parser.add_argument("--output", type=Path, default=default, help="results file (default: %(default)s)")
+    recorded = RESULTS / f"{benchmark.name.replace('-', '_')}.json"
+    partial = recorded.with_name(f"{recorded.stem}_partial.json")
+    text = f"results file (default: {recorded}, or {partial.name} beside it when any other option is given)"
+    parser.add_argument("--output", type=Path, help=text)
     args = parser.parse_args(argv)
+    options = {name: value for name, value in vars(args).items() if name != "output"}
+    # A quick look or a part of the rows must not take the place of the whole run's results.
+    whole = all(value == parser.get_default(name) for name, value in options.items())
+    output = args.output or (recorded if whole else partial)
     try:
         benchmark.check(args)
     except CheckFailed as failure:
@@ -140,11 +146,10 @@ def run_benchmark(benchmark: Benchmark, argv: list[str]) -> int:
         return 1
     rows = benchmark.run(args)
     print(benchmark.table(rows))
-    options = {name: value for name, value in vars(args).items() if name != "output"}
-    write_json(args.output, {"benchmark": benchmark.name, "run": describe_run(), "options": options, "rows": rows})
-    print(f"Wrote {args.output}")
+    write_json(output, {"benchmark": benchmark.name, "run": describe_run(), "options": options, "rows": rows})
+    print(f"Wrote {output}")
     if benchmark.chart:
-        picture = args.output.with_suffix(".png")
+        picture = output.with_suffix(".png")
         benchmark.chart(rows, picture)
         print(f"Wrote {picture}")
     return 0

@@ -108,5 +108,20 @@ def test_a_wrong_kernel_fails_the_cpu_experts_check() -> None:
             moe_cpu.check(argparse.Namespace(shape=["smollm2-g32"]))
 
 
-def test_results_go_beside_the_benchmarks_by_default() -> None:
+def test_results_go_beside_the_benchmarks_by_default(tmp_path, monkeypatch) -> None:
     assert Path(registry.__file__).parent / "results" == registry.RESULTS
+    monkeypatch.setattr(registry, "RESULTS", tmp_path)
+    assert run_benchmark(_benchmark(lambda args: None), []) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["two_words.json"]
+
+
+def test_a_run_with_other_options_does_not_replace_the_recorded_results(tmp_path, monkeypatch, capsys) -> None:
+    """`bench ascend-traffic --quick` once left an eighth of the lengths where the documents' figures had been."""
+    monkeypatch.setattr(registry, "RESULTS", tmp_path)
+    recorded = tmp_path / "two_words.json"
+    recorded.write_text("the whole run")
+    assert run_benchmark(_benchmark(lambda args: None), ["--size", "1"]) == 0
+    assert recorded.read_text() == "the whole run"
+    other = tmp_path / "two_words_partial.json"
+    assert json.loads(other.read_text())["options"] == {"size": 1}
+    assert f"Wrote {other}" in capsys.readouterr().out

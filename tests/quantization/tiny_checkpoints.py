@@ -1,4 +1,4 @@
-"""Tiny checkpoints in the layouts model families store their experts in."""
+"""Tiny checkpoints in the layouts model families store their experts in, and packing them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+
+from vllm_ext.quantization.cli import quantize_main
 
 HIDDEN, INTER, EXPERTS = 64, 48, 3
 Tensors = dict[str, torch.Tensor]
+SMALL_GROUPS = ["--group-size-w13", "32", "--group-size-w2", "16", "--quiet"]
 
 
 def expert_weights(layer: int, dtype: torch.dtype = torch.bfloat16) -> Tensors:
@@ -138,3 +141,16 @@ def exit_status(child: int) -> int:
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file below a folder: its path in it to its bytes."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def tensors_of(folder: Path) -> Tensors:
+    """Every tensor of a checkpoint by its name."""
+    merged: Tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        merged.update(load_file(path))
+    return merged
+
+
+def quantize(*arguments: object) -> int:
+    """The exit status of `vllm-ext quantize` with groups that fit these checkpoints."""
+    return quantize_main([*map(str, arguments), *SMALL_GROUPS])
