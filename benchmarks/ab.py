@@ -98,7 +98,7 @@ class Runner:
     def run(self) -> dict[str, Any]:
         """Seconds, tokens and right answers over all prompts; the first prompt once before, unmeasured and short."""
         before = readings()
-        self.generate(self.ids[0], **({"max_denoising_steps": 2} if hasattr(self.model, "_denoising_step") else {}))
+        self.generate(self.ids[0], **({"max_denoising_steps": 5} if hasattr(self.model, "_denoising_step") else {}))
         torch.manual_seed(self.args.seed)
         tokens, right, checked, tokens_per_prompt = 0, 0, 0, []
         start = time.perf_counter()

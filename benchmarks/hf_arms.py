@@ -19,7 +19,8 @@ from vllm_ext.integrations.transformers import Acceleration, Report, accelerate_
 class Arm:
     """experts: "bf16", "w4" or "free" (they return zeros, which bounds what any expert kernel can bring).
 
-    replay: 4-bit experts called eagerly replay from graphs of their own; otherwise they are launched kernel by kernel.
+    replay: 4-bit experts called eagerly replay from graphs of their own, as is the default; otherwise they are launched
+    kernel by kernel.
     """
 
     name: str
@@ -30,7 +31,7 @@ class Arm:
     capture: bool = False
     sampler: bool = False
     encoder: bool = False
-    replay: bool = False
+    replay: bool = True
 
     @property
     def patched(self) -> bool:
@@ -47,7 +48,7 @@ ARMS = {
         STOCK,
         Arm("free", "free"),
         EXPERTS,
-        Arm("experts-replayed", "w4", replay=True),
+        replace(EXPERTS, name="experts-launched", replay=False),
         Arm("stock-captured", capture=True),
         Arm("free-captured", "free", capture=True),
         Arm("experts-captured", "w4", capture=True),

@@ -74,7 +74,9 @@ def config(size: Size) -> Any:
 
 @torch.no_grad()
 def random_model(size: Size, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
-    """The model in eval mode: products of unit gain, norms about one. Made where it runs, in seconds."""
+    """The model in eval mode: products of unit gain, norms about one, attention scores too. Made where it runs, in
+    seconds.
+    """
     from transformers import DiffusionGemmaForBlockDiffusion
 
     before = torch.get_default_dtype()
@@ -102,7 +104,10 @@ def _filled(
 ) -> nn.Parameter:
     value = torch.empty(parameter.shape, device=device, dtype=dtype)
     if parameter.dim() < 2:
-        value.normal_(1.0, 0.05, generator=generator)
+        # Scores are not divided by anything. With weights of one they would deviate by the root of the head's size,
+        # each query would look at one key, and a rounding could choose another.
+        gain = parameter.shape[0] ** -0.25 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
+        value.normal_(1.0, 0.05, generator=generator).mul_(gain)
     else:
         gain = 0.02 if "embed_tokens" in name else 1 / math.sqrt(parameter.shape[-1])
         value.normal_(0.0, gain, generator=generator)

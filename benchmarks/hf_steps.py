@@ -7,6 +7,7 @@ arms; CUDA graphs on and off are pairs of arms; a model by byte count says what 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Sequence
@@ -47,14 +48,27 @@ def _seconds(model: Any, ids: torch.Tensor, steps: int, seed: int) -> float:
     return time.perf_counter() - start
 
 
-def step_milliseconds(model: Any, ids: torch.Tensor, steps: int, repeats: int = 1) -> dict[str, float]:
-    """A step's time, from `steps` + 1 steps less one step, after a warm-up; and that of the whole `generate()`."""
-    _seconds(model, ids, 2, 0)
+def step_milliseconds(model: Any, ids: torch.Tensor, steps: int, repeats: int = 1) -> dict[str, Any]:
+    """A step's time, from `steps` + 1 steps less one step, after a warm-up; and that of the whole `generate()`.
+
+    Medians of `repeats` runs, whose steps `runs_ms` lists.
+    """
+    # Layers are recorded (layer_graphs.py) at the third call: of a canvas, and of a prompt.
+    for warmup in (5, 1, 1):
+        _seconds(model, ids, warmup, 0)
+    # The collector walks all that packing has left behind, in the middle of a run.
+    gc.collect()
+    gc.freeze()
     found = []
-    for seed in range(repeats):
-        first, all_steps = _seconds(model, ids, 1, seed), _seconds(model, ids, 1 + steps, seed)
-        found.append((1e3 * (all_steps - first) / steps, 1e3 * all_steps))
-    return {"step_ms": statistics.median(x for x, _ in found), "generate_ms": statistics.median(x for _, x in found)}
+    try:
+        for seed in range(repeats):
+            first, all_steps = _seconds(model, ids, 1, seed), _seconds(model, ids, 1 + steps, seed)
+            found.append((1e3 * (all_steps - first) / steps, 1e3 * all_steps))
+    finally:
+        gc.unfreeze()
+    runs = [step for step, _ in found]
+    whole = statistics.median(whole for _, whole in found)
+    return {"step_ms": statistics.median(runs), "generate_ms": whole, "runs_ms": runs}
 
 
 def run_arms(switch: Switch, names: Sequence[str], steps: int, repeats: int = 1) -> list[dict[str, Any]]:
@@ -74,24 +88,27 @@ def run_arms(switch: Switch, names: Sequence[str], steps: int, repeats: int = 1)
 
 
 def best(rows: Sequence[dict[str, Any]], name: str) -> float | None:
-    """The mean time of an arm's runs, None where it did not run."""
-    times = [row["step_ms"] for row in rows if row["arm"] == name]
-    return statistics.mean(times) if times else None
+    """The median time of all runs of an arm, early and late, None where it did not run."""
+    times = [time for row in rows if row["arm"] == name for time in row.get("runs_ms", [row["step_ms"]])]
+    return statistics.median(times) if times else None
 
 
 def amdahl(rows: Sequence[dict[str, Any]], layer_ms: dict[str, float], layers: int) -> list[dict[str, Any]]:
     """Speed-up of the swap beside its bounds, eager and captured.
 
+    layer_ms  of one layer's experts alone: "stock", "ours", and "floor", the time to read the packed weights once
+
     bound_free      experts cost nothing: stock / free, both measured
+    bound_floor     experts cost the time to read them once: stock / (free + layers * floor); captured only
     bound_kernel    experts cost what our layer costs alone and everything else stays: stock / (stock - layers *
                     (their layer - our layer)), the layers measured alone in a CUDA graph
     """
     found = []
-    for suffix in ("", "-captured"):
-        stock, free, experts = (best(rows, f"{name}{suffix}") for name in ("stock", "free", "experts"))
+    for arm, suffix in (("experts", ""), ("experts-launched", ""), ("experts", "-captured")):
+        stock, free, experts = (best(rows, f"{name}{suffix}") for name in ("stock", "free", arm))
         if stock is None or experts is None:
             continue
-        row: dict[str, Any] = {"mode": suffix.lstrip("-") or "eager", "speedup": stock / experts}
+        row: dict[str, Any] = {"arm": arm, "mode": suffix.lstrip("-") or "eager", "speedup": stock / experts}
         if free is not None:
             row["bound_free"] = stock / free
             # What the swap adds to a forward without experts can be hidden behind nothing but itself.
@@ -100,6 +117,9 @@ def amdahl(rows: Sequence[dict[str, Any]], layer_ms: dict[str, float], layers: i
             saved = layers * (layer_ms["stock"] - layer_ms["ours"])
             if suffix:
                 row["bound_kernel"] = stock / (stock - saved)
+                if free is not None and "floor" in layer_ms:
+                    row["bound_floor"] = stock / (free + layers * layer_ms["floor"])
+                    row["share_of_floor"] = row["speedup"] / row["bound_floor"]
             elif free is not None:
                 # Eager is bound by the host: experts can save what they keep it busy, stock less free, and no more.
                 row["bound_kernel"] = stock / max(free, stock - saved)
@@ -132,8 +152,10 @@ def by_byte_count(model: Any, experts_bytes: tuple[int, int], bandwidth: float =
 
 
 def layer_milliseconds(switch: Switch, tokens: int) -> dict[str, float]:
-    """One layer's experts alone, transformers' (grouped_mm) and ours, all layers one after another in a CUDA graph."""
-    from vllm_ext.benchmarks.moe_common import graph_milliseconds
+    """One layer's experts alone, transformers' (grouped_mm) and ours, all layers one after another in a CUDA graph; and
+    the time to read ours once.
+    """
+    from vllm_ext.benchmarks.moe_common import graph_milliseconds, memory_bandwidth
 
     text = switch.model.config.text_config
     place = next(switch.model.parameters()).device
@@ -149,16 +171,63 @@ def layer_milliseconds(switch: Switch, tokens: int) -> dict[str, float]:
             modules = modules[: text.num_hidden_layers]
             calls = [lambda m=m, i=i: m(x, ids[i], weights[i]) for i, m in enumerate(modules)]
             found[name] = graph_milliseconds(calls, replays=5)
+    found["floor"] = 1e3 * switch.experts_bytes[1] / memory_bandwidth(place) / len(modules)
     return found
+
+
+def host_microseconds(switch: Switch, tokens: int) -> list[dict[str, Any]]:
+    """What an eager call of one layer's experts costs the host: all layers once, timed until the last is enqueued.
+
+    `recording_mb` is what recording all layers takes of the GPU's memory.
+    """
+    text = switch.model.config.text_config
+    place = next(switch.model.parameters()).device
+    x = torch.randn(tokens, text.hidden_size, device=place).to(torch.bfloat16)
+    weights, ids = torch.randn(tokens, text.num_experts, device=place).softmax(-1).topk(text.top_k_experts, dim=-1)
+    rows = []
+    for name in ("stock", "experts-launched", "experts", "free"):
+        switch.to(ARMS[name])
+        layers = [layer.experts for layer in switch.model.model.decoder.layers]
+        before = _memory_used()
+        times = []
+        with torch.no_grad():
+            for turn in range(12):
+                start = time.perf_counter()
+                for module in layers:
+                    module(x, ids, weights)
+                if turn >= 4:
+                    times.append(1e6 * (time.perf_counter() - start) / len(layers))
+                if place.type == "cuda":
+                    torch.cuda.synchronize()
+        row: dict[str, Any] = {"arm": name, "us": statistics.median(times)}
+        if name == "experts" and before is not None:
+            row["recording_mb"] = ((_memory_used() or 0) - before) / 1e6
+        rows.append(row)
+    return rows
+
+
+def _memory_used() -> float | None:
+    """Bytes of the GPU that are taken, those of its driver too."""
+    if device().type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return float(total - free)
 
 
 def _owned(module: torch.nn.Module) -> bool:
     return next(module.buffers(), None) is not None or next(module.parameters(), None) is not None
 
 
+_BOUNDS = {
+    "free": "were experts free",
+    "floor": "were they read once at this GPU's bandwidth",
+    "kernel": "at our layer's own speed",
+}
 # Pairs run early and late, so that a host or a GPU that changes speed shows.
 DEFAULT_ARMS = (
-    "stock", "experts", "free", "experts-replayed", "free", "experts", "stock",
+    "stock", "experts", "free", "experts-launched", "free", "experts", "stock",
     "stock-captured", "experts-captured", "free-captured", "experts-captured", "stock-captured",
     "kit", "kit-encoder", "kit-no-capture", "kit-no-sampler", "kit-no-layers", "kit-bf16", "kit",
 )  # fmt: skip
@@ -183,12 +252,12 @@ def measure(switch: Switch, arms: Sequence[str], steps: int, repeats: int = 1) -
     rows = run_arms(switch, arms, steps, repeats)
     layers = switch.model.config.text_config.num_hidden_layers
     alone = layer_milliseconds(switch, switch.model.config.canvas_length) if device().type == "cuda" else {}
-    if not switch.quantized:
-        switch.to(ARMS["experts"])
+    host = host_microseconds(switch, switch.model.config.canvas_length)
     bounds = amdahl(rows, alone, layers)
     return [
         *({"kind": "arm", **row} for row in rows),
         *({"kind": "layer alone", "experts": name, "ms": ms} for name, ms in alone.items()),
+        *({"kind": "host", **row} for row in host),
         *({"kind": "bound", **row} for row in bounds),
         {"kind": "model by byte count, not measured", **by_byte_count(switch.model, switch.experts_bytes)},
     ]
@@ -205,13 +274,17 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         if row["kind"] == "layer alone":
             lines.append(f"one layer's experts alone, {row['experts']}: {row['ms']:.4f} ms")
+        elif row["kind"] == "host":
+            memory = f", {row['recording_mb']:.0f} MB by recording all" if "recording_mb" in row else ""
+            lines.append(f"the host's time for one layer's experts, {row['arm']}: {row['us']:.0f} us{memory}")
         elif row["kind"] == "bound":
             shares = [
                 f"{row[f'bound_{name}']:.3f}x {what} ({row[f'share_of_{name}']:.1%} of it reached)"
-                for name, what in (("free", "were experts free"), ("kernel", "at our layer's own speed"))
+                for name, what in _BOUNDS.items()
                 if f"bound_{name}" in row
             ]
-            lines.append(f"experts alone, {row['mode']}: {row['speedup']:.3f}x; Amdahl: {'; '.join(shares)}")
+            what = "experts alone" + (", launched kernel by kernel" if row["arm"] == "experts-launched" else "")
+            lines.append(f"{what}, {row['mode']}: {row['speedup']:.3f}x; Amdahl: {'; '.join(shares)}")
         elif "bytes_per_second" in row:
             lines.append(
                 f"MODEL by byte count at {row['bytes_per_second'] / 1e9:.0f} GB/s, not measured: {row['stock_ms']:.0f} "
@@ -237,7 +310,7 @@ def chart(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_yticks(range(len(arms)), [row["arm"] for row in arms], fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.18)
-    axes.set_xlabel("milliseconds a denoising step of generate(), in the order they ran")
+    axes.set_xlabel("milliseconds a denoising step of generate(), median of an arm's runs, in the order they ran")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

@@ -3,6 +3,7 @@
     python benchmarks/gpu_checks/hf_checks.py --out DIR [--size true] [--only kernels numbers steps ...]
 
 Each part is run for itself, a failure is printed in full and the next part goes on; results are written after each.
+With `--size tiny` the parts that need no GPU run without one.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ from vllm_ext.ops.fused import confidence_argmax, probabilities, reference, toke
 def kernels(options: argparse.Namespace, state: dict[str, Any]) -> Any:
     """Fused operations at full size; the indices and samples of a vocabulary exactly."""
     fused_ops.check(SimpleNamespace())
-    logits = (torch.randn(256, 262144, device="cuda") * 3).bfloat16()
+    place = ab.device()
+    rows, vocabulary = (8, 1000) if options.size == "tiny" else (256, 262144)
+    logits = (torch.randn(rows, vocabulary, device=place) * 3).bfloat16()
     confidence, index, entropy = confidence_argmax(logits)
     wanted = reference.statistics(logits)
     z = torch.tanh(logits.float() / 30) * 30 / 0.6
     torch.manual_seed(3)
     drawn = torch.multinomial(torch.softmax(z, -1), 1)[:, 0]
     torch.manual_seed(3)
-    noise = torch.empty(logits.shape, device="cuda").exponential_(1)
+    noise = torch.empty(logits.shape, device=place).exponential_(1)
     processed = torch.empty_like(logits)
     found = token_statistics(logits, temperature=0.6, softcap=30.0, noise=noise, processed=processed)
     assert found.log_sum is not None
@@ -61,7 +64,7 @@ def numbers(options: argparse.Namespace, state: dict[str, Any]) -> Any:
 
     Two layers of true width: thirty random ones amplify a rounding until nothing is left to compare.
     """
-    model = random_model(SIZES["shallow"], torch.device("cuda"))
+    model = random_model(SIZES["tiny" if options.size == "tiny" else "shallow"], ab.device())
     prompt = hf_steps.prompt_ids(model)
     exact = copy.deepcopy(model).float()
     exact.set_experts_implementation("eager")
@@ -74,7 +77,8 @@ def numbers(options: argparse.Namespace, state: dict[str, Any]) -> Any:
         module.down_proj.data.copy_(w2.dequantize(torch.float32))
     wanted = _probe(exact, prompt)
     del exact
-    torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
     def against(logits: torch.Tensor) -> dict[str, float]:
         return {
@@ -84,7 +88,8 @@ def numbers(options: argparse.Namespace, state: dict[str, Any]) -> Any:
 
     found: dict[str, Any] = {"experts in BF16 (quantisation itself)": against(bf16)}
     found["stock modules"] = against(_probe(model, prompt))
-    found["replayed layers equal launched ones"] = _replays_equal(model)
+    if torch.cuda.is_available():
+        found["replayed layers equal launched ones"] = _replays_equal(model)
     parts: dict[str, dict[str, Any]] = {
         "norms and projections": {"fused_layers": False, "capture": False, "sampler": False},
         "captured modules": {"fused_layers": False, "norms": False, "projections": False, "sampler": False},
@@ -113,9 +118,25 @@ def _replays_equal(model: Any) -> bool:
             kept = experts.routed(x, ids, weights)
             experts.routed(x + 1, ids, weights)
             same &= torch.equal(kept, experts.computed(x, ids, weights))
-    recorded = len(experts.graphs.graphs) == 2 and not experts.graphs.broken
-    experts.graphs = None
-    return same and recorded
+    return same and len(experts.graphs.graphs) == 2 and not experts.graphs.broken
+
+
+def agreement(options: argparse.Namespace, state: dict[str, Any]) -> Any:
+    """Logits of the whole depth by arm, against the stock modules over the same 4-bit experts."""
+    switch = state["switch"]
+    prompt = hf_steps.prompt_ids(switch.model)
+    wanted, found = None, {}
+    for name in ("experts-launched", "experts", "experts-captured", "kit-no-layers", "kit-no-capture", "kit", "stock"):
+        switch.to(ARMS[name])
+        # The third forward of a layer records it, so the second probe is the one that replays.
+        logits = [_probe(switch.model, prompt) for _ in range(2)][-1]
+        wanted = logits if wanted is None else wanted
+        found[name] = {
+            "difference": float((logits - wanted).norm() / wanted.norm()),
+            "same_argmax": float((logits.argmax(-1) == wanted.argmax(-1)).float().mean()),
+        }
+        print(f"{name:18} {found[name]}", flush=True)
+    return found
 
 
 def steps(options: argparse.Namespace, state: dict[str, Any]) -> Any:
@@ -169,9 +190,10 @@ def negatives(options: argparse.Namespace, state: dict[str, Any]) -> Any:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace, dict[str, Any]], Any]] = {
-    f.__name__: f for f in (kernels, numbers, steps, profile, generate, operations, roof, negatives)
+    f.__name__: f for f in (kernels, numbers, steps, agreement, profile, generate, operations, roof, negatives)
 }
-NEEDS_MODEL = ("steps", "profile", "generate")
+NEEDS_MODEL = ("steps", "agreement", "profile", "generate")
+NEEDS_GPU = ("roof", "negatives")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -188,11 +210,15 @@ def main(argv: list[str] | None = None) -> int:
     results: dict[str, Any] = {"run": describe_run(), "size": options.size}
     failed = 0
     for name in options.only:
+        if name in NEEDS_GPU and not torch.cuda.is_available():
+            print(f"== {name} needs a GPU", flush=True)
+            continue
         start = time.monotonic()
         try:
             if name in NEEDS_MODEL and "switch" not in state:
-                state["switch"] = Switch(random_model(SIZES[options.size], torch.device("cuda")))
-                torch.cuda.synchronize()
+                state["switch"] = Switch(random_model(SIZES[options.size], ab.device()))
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
                 print(f"model made in {time.monotonic() - start:.1f} s", flush=True)
             results[name] = PARTS[name](options, state)
             print(f"== {name}: {time.monotonic() - start:.1f} s", flush=True)
@@ -201,7 +227,9 @@ def main(argv: list[str] | None = None) -> int:
             results[name] = {"failed": traceback.format_exc()[-2000:]}
             print(f"== {name} FAILED after {time.monotonic() - start:.1f} s\n{traceback.format_exc()}", flush=True)
         write_json(options.out / "hf_checks.json", results)
-    print(json.dumps({k: results[k] for k in ("kernels", "numbers") if k in results}, indent=1), flush=True)
+    print(
+        json.dumps({k: results[k] for k in ("kernels", "numbers", "agreement") if k in results}, indent=1), flush=True
+    )
     return failed
 
 

@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 from vllm_ext.integrations.transformers import accelerate_generate, quantize_experts
+from vllm_ext.ops.fused import rms_norm
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def model() -> Any:
     model = tiny.diffusion_gemma(torch.bfloat16).cuda()
-    quantize_experts(model, group_sizes=(16, 8), progress=False, replay=True)
+    quantize_experts(model, group_sizes=(16, 8), progress=False)
     return model
 
 
@@ -49,6 +50,59 @@ def test_moved_weights_are_not_read_from_old_graphs(model: Any) -> None:
     assert experts.graphs.graphs
     model.cpu().cuda()
     assert not experts.graphs.graphs
+
+
+def test_layers_share_the_memory_of_their_intermediates(model: Any) -> None:
+    """Thirty layers recorded in pools of their own, or on streams of their own, would take thirty times as much."""
+    layers = [layer.experts for layer in model.model.decoder.layers]
+    x = torch.randn(1024, 64, device="cuda").bfloat16()
+    ids = torch.rand(1024, 8, device="cuda").topk(2).indices
+    weights = torch.rand(1024, 2, device="cuda")
+    reserved = []
+    with torch.no_grad():
+        for experts in layers:
+            for _ in range(4):
+                experts(x, ids, weights)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            reserved.append(torch.cuda.memory_reserved())
+    assert all(experts.graphs.graphs and not experts.graphs.broken for experts in layers)
+    assert reserved[-1] == reserved[0]
+
+
+def test_an_outer_capture_records_launches_and_not_replays(model: Any) -> None:
+    experts = model.model.decoder.layers[0].experts
+    x = torch.randn(16, 64, device="cuda").bfloat16()
+    ids = torch.rand(16, 8, device="cuda").topk(2).indices
+    weights = torch.rand(16, 2, device="cuda")
+    with torch.no_grad():
+        for _ in range(4):
+            wanted = experts(x, ids, weights)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = experts(x, ids, weights)
+        x.mul_(0)
+        graph.replay()
+        assert not out.any()
+        assert wanted.any()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_layer_runs_on_the_gpu_its_weights_are_on(model: Any) -> None:
+    """device_map spreads layers; nobody makes their device the current one, where Triton would launch."""
+    experts = model.model.decoder.layers[0].experts
+    x = torch.randn(16, 64, device="cuda").bfloat16()
+    ids = torch.rand(16, 8, device="cuda").topk(2).indices
+    weights = torch.rand(16, 2, device="cuda")
+    with torch.no_grad():
+        wanted = [experts(x * turn, ids, weights) for turn in range(5)]
+        normed = rms_norm(x)
+        experts.to("cuda:1")
+        there = [tensor.to("cuda:1") for tensor in (x, ids, weights)]
+        found = [experts(there[0] * turn, *there[1:]) for turn in range(5)]
+        assert experts.graphs.graphs
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(found, wanted, strict=True))
+        assert torch.equal(rms_norm(there[0]).cpu(), normed.cpu())
 
 
 @pytest.mark.parametrize(

@@ -163,10 +163,11 @@ def _use_static_cache(model: Any, done: Acceleration) -> None:
 
 
 def _accelerate_denoising(model: Any, done: Acceleration, fused: bool, captured: bool, sampler: bool) -> None:
-    on_gpu = next(model.model.decoder.parameters()).device.type == "cuda"
-    if captured and not on_gpu:
-        done.notes.append("capture: CUDA graphs need a GPU; the decoder runs uncaptured")
-    captured = captured and on_gpu
+    devices = {parameter.device for parameter in model.model.decoder.parameters()}
+    on_one_gpu = len(devices) == 1 and devices.pop().type == "cuda"
+    if captured and not on_one_gpu:
+        done.notes.append("capture: a CUDA graph needs a decoder on one GPU; it runs uncaptured")
+    captured = captured and on_one_gpu
     if fused:
         reason = canvas_decoder.supports(model)
         if reason is not None:
@@ -274,7 +275,7 @@ class _DenoisingSteps:
             return decoder.logits(canvas, positions)
         if self.graph is None:
             self.ids, self.positions = canvas.clone(), positions.clone()
-            self.graph, self.out = capture(lambda: decoder.logits(self.ids, self.positions))
+            self.graph, self.out = capture(lambda: decoder.logits(self.ids, self.positions), canvas.device)
         self.ids.copy_(canvas)
         self.positions.copy_(positions)
         self.graph.replay()

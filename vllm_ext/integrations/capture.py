@@ -8,19 +8,22 @@ from typing import Any
 
 import torch
 
+_WARMUPS = 2  # kernels are compiled and tuned by then
 
-def capture(call: Callable[[], Any], warmups: int = 2) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """(graph, output of `call`, rewritten by each replay). `call` must read and write fixed memory only."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(warmups):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    return graph, out
+
+def capture(call: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """(graph, output of `call`, rewritten by each replay). `call` must read and write fixed memory of `device` only."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARMUPS):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = call()
+        return graph, out
 
 
 class CapturedForward:
@@ -94,5 +97,6 @@ class CapturedForward:
                 decoder_attention_mask=masks,
                 past_key_values=self.cache,
                 decoder_position_ids=self.positions,
-            )
+            ),
+            ids.device,
         )

@@ -2,12 +2,16 @@
 
 A layer is half a dozen launches from Python. In an eager forward, which on a fast GPU waits for its host, that is most
 of what the experts cost; one replay, three small copies in and one out take their place.
+
+Memory: all layers share the buffers of a shape of call (its arguments and its output) and, on a stream, one pool for
+what the kernels keep in between, which is as large as the largest shape needs. A layer holds its graphs alone.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -16,40 +20,67 @@ import torch
 logger = logging.getLogger(__name__)
 
 _CALLS_BEFORE = 2  # plain calls of a shape before it is recorded: kernels are compiled by then
-_SHAPES = 4
+_SHAPES = 8
+_SHAPES_COUNTED = 256
 MAX_ROWS = 1024  # more rows keep the GPU busy for longer than launches take
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class _Inputs:
-    """Buffers that all layers of one shape share; a lock keeps two threads from mixing theirs."""
+class _Space:
+    """Where the graphs of one device and stream keep what lies between their kernels: they run one after another."""
 
-    shared: ClassVar[dict[Any, _Inputs]] = {}
-    lock: ClassVar[threading.Lock] = threading.Lock()
+    shared: ClassVar[weakref.WeakValueDictionary[tuple[int, int], _Space]] = weakref.WeakValueDictionary()
+    lock: ClassVar[threading.Lock] = threading.Lock()  # keeps two threads from mixing their buffers
 
-    def __init__(self, given: tuple[torch.Tensor, ...]) -> None:
-        self.tensors = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in given)
+    def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-
-    def fill(self, given: tuple[torch.Tensor, ...]) -> None:
-        """Copy a call's arguments in."""
-        for buffer, tensor in zip(self.tensors, given, strict=True):
-            buffer.copy_(tensor)
+        # The allocator hands freed memory to the same stream only: recording on one lets layers share it.
+        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.buffers: dict[Any, tuple[torch.Tensor, ...]] = {}
 
     @classmethod
-    def get(cls, key: Any, given: tuple[torch.Tensor, ...]) -> _Inputs:
-        """The buffers of a shape on a device and stream."""
-        if key not in cls.shared:
-            cls.shared[key] = cls(given)
-        return cls.shared[key]
+    def get(cls, device: int, stream: int) -> _Space:
+        """The space of a device, which is current, and of a stream on it."""
+        found = cls.shared.get((device, stream))
+        if found is None:
+            found = cls.shared[device, stream] = cls()
+        return found
+
+    def arguments(self, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Buffers like `given`, and one like the first for the output. Tensors of inference mode could not be
+        written to outside it."""
+        key = tuple((tensor.shape, tensor.dtype) for tensor in given)
+        if key not in self.buffers:
+            with torch.inference_mode(False):
+                self.buffers[key] = tuple(
+                    torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (*given, given[0])
+                )
+        return self.buffers[key]
+
+
+class _Recorded:
+    """One graph, the buffers it reads and writes, and what keeps their memory alive."""
+
+    def __init__(self, graph: Any, buffers: tuple[torch.Tensor, ...], space: _Space) -> None:
+        self.graph, self.space = graph, space
+        self.x, self.ids, self.weights, self.out = buffers
+
+    def run(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """A fresh tensor."""
+        with _Space.lock:
+            self.x.copy_(x)
+            self.ids.copy_(ids)
+            self.weights.copy_(weights)
+            self.graph.replay()
+            return self.out.clone()
 
 
 class LayerGraphs:
-    """The graphs of one layer, by shape of call."""
+    """The graphs of one layer, by shape of call, stream and the memory its weights are in."""
 
     def __init__(self) -> None:
         self.seen: dict[Any, int] = {}
-        self.graphs: dict[Any, tuple[Any, torch.Tensor, _Inputs]] = {}
+        self.graphs: dict[Any, _Recorded] = {}
         self.broken = False
 
     def clear(self) -> None:
@@ -57,60 +88,78 @@ class LayerGraphs:
         self.seen.clear()
         self.graphs.clear()
 
-    def __call__(self, call: Call, *given: torch.Tensor) -> torch.Tensor:
-        """`call(*given)`, replayed where it has been recorded; a fresh tensor in either case."""
-        x = given[0]
-        if (
-            self.broken
-            or not x.is_cuda
-            or x.shape[0] > MAX_ROWS
-            or not x.shape[0]
-            or torch.cuda.is_current_stream_capturing()
-        ):
-            return call(*given)
-        stream = torch.cuda.current_stream(x.device).cuda_stream
-        key = (x.device, stream, x.shape, given[1].shape, *(t.dtype for t in given))
-        found = self.graphs.get(key)
-        if found is None:
-            return self._plain(key, call, given)
-        graph, out, inputs = found
-        with _Inputs.lock:
-            inputs.fill(given)
-            graph.replay()
-            return out.clone()
+    def __call__(
+        self, call: Call, addresses: tuple[int, ...], x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """`call(x, ids, weights)`, replayed where it has been recorded; a fresh tensor in either case.
 
-    def _plain(self, key: Any, call: Call, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        addresses  of all else that `call` reads: a graph of other memory is not replayed
+        """
+        rows = x.shape[0]
+        if self.broken or not 0 < rows <= MAX_ROWS or not _recordable(x):
+            return call(x, ids, weights)
+        device = x.get_device()
+        stream = _current_stream(device)
+        key = (rows, ids.shape[1], x.dtype, ids.dtype, weights.dtype, device, stream, addresses)
+        found = self.graphs.get(key)
+        return found.run(x, ids, weights) if found is not None else self._plain(key, call, x, ids, weights)
+
+    def _plain(self, key: Any, call: Call, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The call itself; a shape that keeps coming is recorded, and kept where its replay gives the call's bits."""
-        wanted = call(*given)
+        wanted = call(x, ids, weights)
+        if len(self.graphs) >= _SHAPES:
+            return wanted
+        if len(self.seen) >= _SHAPES_COUNTED:
+            self.seen.clear()
         count = self.seen[key] = self.seen.get(key, 0) + 1
-        if count <= _CALLS_BEFORE or len(self.graphs) >= _SHAPES:
+        if count <= _CALLS_BEFORE:
             return wanted
         try:
-            with _Inputs.lock, torch.cuda.device(given[0].device):
-                inputs = _Inputs.get(key, given)
-                inputs.fill(given)
-                graph, out = _record(lambda: call(*inputs.tensors), inputs.pool)
-                graph.replay()
-                if not torch.equal(out, wanted):
+            with _on_device(x):
+                recorded = _record(call, (x, ids, weights), *key[5:7])
+                if not _same_bits(recorded.run(x, ids, weights), wanted):
                     raise RuntimeError("the replay computed something else")
         except RuntimeError as error:
             self.broken = True
             logger.warning("vllm_ext: experts are launched kernel by kernel, recording them failed: %s", error)
             return wanted
-        self.graphs[key] = (graph, out, inputs)
+        self.graphs[key] = recorded
         return wanted
 
 
-def _record(call: Callable[[], torch.Tensor], pool: Any) -> tuple[Any, torch.Tensor]:
-    """Not `torch.cuda.graph`: that collects garbage and empties the cache, a tenth of a second a layer."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    graph = torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            out = call()
-        finally:
-            graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
-    return graph, out
+def _recordable(x: torch.Tensor) -> bool:
+    """A tensor of a GPU and of no subclass (which may trace), outside of any capture."""
+    return x.is_cuda and type(x) is torch.Tensor and not torch.cuda.is_current_stream_capturing()
+
+
+def _current_stream(device: int) -> int:
+    # `torch.cuda.current_stream` makes a Python object of it, which takes as long as a launch.
+    stream: int = torch._C._cuda_getCurrentRawStream(device)
+    return stream
+
+
+def _on_device(x: torch.Tensor) -> Any:
+    return torch.cuda.device(x.device)
+
+
+def _same_bits(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return torch.equal(found.view(torch.uint8), wanted.contiguous().view(torch.uint8))
+
+
+def _record(call: Call, given: tuple[torch.Tensor, ...], device: int, stream: int) -> _Recorded:
+    """Not with `torch.cuda.graph`: that collects garbage and empties the cache, a tenth of a second a layer."""
+    with _Space.lock:
+        space = _Space.get(device, stream)
+        *inputs, out = buffers = space.arguments(given)
+        for buffer, tensor in zip(inputs, given, strict=True):
+            buffer.copy_(tensor)
+        graph = torch.cuda.CUDAGraph()
+        space.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(space.stream):
+            graph.capture_begin(pool=space.pool, capture_error_mode="thread_local")
+            try:
+                out.copy_(call(*inputs))
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(space.stream)
+    return _Recorded(graph, buffers, space)

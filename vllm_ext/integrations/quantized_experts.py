@@ -11,9 +11,12 @@ from torch import nn
 from vllm_ext.integrations.expert_layouts import Activation, ExpertWeights
 from vllm_ext.integrations.layer_graphs import LayerGraphs
 from vllm_ext.integrations.plain_order import plain_order
+from vllm_ext.ops.fused.device import on_its_device
 from vllm_ext.ops.moe import PreparedExperts, prepare_experts
 from vllm_ext.ops.moe.custom_op import call_experts, encode_call
 from vllm_ext.quantization import QuantizedWeight, packed
+
+_launch = on_its_device(call_experts)
 
 
 class _NoBackward(torch.autograd.Function):
@@ -62,8 +65,8 @@ class QuantizedExperts(nn.Module):
             self._plain = (w13, w2)
         self.scale_dtype = w13.scale.dtype
         self._keep_biases(weights)
-        # Set by `quantize_experts(replay=True)`.
-        self.graphs: LayerGraphs | None = None
+        # None launches kernel by kernel, as `quantize_experts(replay=False)` asks.
+        self.graphs: LayerGraphs | None = LayerGraphs()
 
     def _describe(self, weights: ExpertWeights) -> None:
         self.identity = weights.identity
@@ -90,7 +93,7 @@ class QuantizedExperts(nn.Module):
     def computed(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """[M, H] of the routed experts, launched kernel by kernel."""
         tensors = [getattr(self, name) for name in self.tensor_names]
-        out = call_experts(x, top_k_weights, top_k_index, None, tensors, self.meta)
+        out = _launch(x, top_k_weights, top_k_index, None, tensors, self.meta)
         if self.identity:
             passed = torch.where(top_k_index >= self.num_experts, top_k_weights, 0).sum(-1, keepdim=True)
             out = out + (x * passed).to(out.dtype)
@@ -98,11 +101,14 @@ class QuantizedExperts(nn.Module):
 
     def routed(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """[M, H] of the routed experts, whatever the way of calling."""
-        if self.graphs is None or torch.compiler.is_compiling():
+        recording = torch.is_grad_enabled() and (x.requires_grad or top_k_weights.requires_grad)
+        if self.graphs is None or torch.compiler.is_compiling() or recording:
             out = self.computed(x, top_k_index, top_k_weights)
         else:
-            out = self.graphs(self.computed, x, top_k_index, top_k_weights)
-        if x.requires_grad and torch.is_grad_enabled():
+            buffers: Any = self._buffers
+            addresses = tuple([buffers[name].data_ptr() for name in self.tensor_names])
+            out = self.graphs(self.computed, addresses, x, top_k_index, top_k_weights)
+        if recording and x.requires_grad:
             refused: torch.Tensor = _NoBackward.apply(out, x)  # type: ignore[no-untyped-call]
             return refused
         return out
@@ -111,6 +117,8 @@ class QuantizedExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """The experts' output in the shape of `hidden_states`."""
+        if hidden_states.dim() == top_k_index.dim() == 2:
+            return self.routed(hidden_states, top_k_index, top_k_weights.view(top_k_index.shape))
         x = hidden_states.reshape(-1, self.hidden_dim)
         out = self.routed(x, top_k_index.view(x.shape[0], -1), top_k_weights.view(x.shape[0], -1))
         return out.view(hidden_states.shape)

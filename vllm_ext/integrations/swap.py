@@ -20,7 +20,6 @@ from vllm_ext.integrations.expert_layouts import (
     read_experts,
     weight_parameters,
 )
-from vllm_ext.integrations.layer_graphs import LayerGraphs
 from vllm_ext.integrations.quantized_experts import (
     BlockExperts,
     DequantizingExperts,
@@ -134,7 +133,7 @@ def quantize_experts(
     symmetric: bool = False,
     zero_point: str = "float",
     method: str = "hqq",
-    replay: bool = False,
+    replay: bool = True,
 ) -> Report:
     """Put the routed experts of a Hugging Face model into 4 bits, in place, and return what changed.
 
@@ -145,8 +144,9 @@ def quantize_experts(
     backend      "auto" (by device), "triton", "cpu" or "reference"; see `vllm_ext.ops.moe.prepare_experts`
     progress     show a bar on stderr
     symmetric, zero_point, method  as in `vllm_ext.quantization.Scheme`
-    replay       on CUDA devices, record a layer called eagerly with the same number of rows again and again once, and
-                 replay it from a CUDA graph (layer_graphs.py). Not run on hardware yet, hence not the default
+    replay       on CUDA devices, record a layer called eagerly with the same number of rows (at most 1024) again and
+                 again once, and replay it from a CUDA graph: an eager forward waits for its host (layer_graphs.py).
+                 Takes the memory of one layer's intermediates; switch it off where that matters more
 
     Weights that several modules share (DiffusionGemma's encoder and decoder) are packed once and stay shared.
     Raises ValueError when the model has no experts in 16 bits, or they are not in memory, or values do not fit.
@@ -179,9 +179,8 @@ def quantize_experts(
     chosen.clear()
     for names in groups:
         layer = _quantize_layer(model, names, scheme, backend)
-        part = _quantised_part(model.get_submodule(names[0]))
-        if replay and layer.runs == "kernel":
-            part.graphs = LayerGraphs()
+        if not replay:
+            _quantised_part(model.get_submodule(names[0])).graphs = None
         report.layers.append(layer)
         done += layer.bytes_before
         bar.update(done)

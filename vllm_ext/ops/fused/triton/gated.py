@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_ext.ops.fused.device import on_its_device
 from vllm_ext.ops.moe.triton.activation import pointwise
 
 
@@ -23,6 +24,7 @@ def _gated_kernel(gate_up, out, stride, COLUMNS: tl.constexpr, ACTIVATION: tl.co
     tl.store(out + row * COLUMNS + column, value.to(dtype), mask=mask)
 
 
+@on_its_device
 def activation_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """[M, I]."""
     gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_ext.ops.fused.device import on_its_device
+
 
 @triton.jit
 def _heads_kernel(
@@ -62,6 +64,7 @@ def _heads_kernel(
         tl.store(place + HALF, right.to(dtype))
 
 
+@on_its_device
 def norm_rope_heads(
     qkv: torch.Tensor,
     query: torch.Tensor,

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_ext.ops.fused.device import on_its_device
+
 
 @triton.jit
 def _normalised(x, mask, COLUMNS: tl.constexpr, eps):
@@ -73,6 +75,7 @@ def _warps(block: int) -> int:
     return 1 if block <= 512 else 4 if block <= 4096 else 8
 
 
+@on_its_device
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -168,6 +171,7 @@ def _chain_kernel(
         tl.store(out_2 + place, _weighted(value, weight_2, column, mask, WEIGHTED[2]).to(dtype), mask=mask)
 
 
+@on_its_device
 def norm_chain(
     x: torch.Tensor,
     residual: torch.Tensor | None,

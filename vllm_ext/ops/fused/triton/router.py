@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_ext.ops.fused.device import on_its_device
+
 
 @triton.jit
 def _softmax_topk_kernel(
@@ -43,6 +45,7 @@ def _softmax_topk_kernel(
     tl.store(ids + token * TOP_K + slot, numbers, mask=slot < TOP_K)
 
 
+@on_its_device
 def softmax_topk(
     logits: torch.Tensor, top_k: int, expert_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:

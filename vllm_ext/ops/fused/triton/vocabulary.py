@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_ext.ops.fused.device import on_its_device
+
 _NO_INDEX = tl.constexpr(2147483647)
 # Programs in flight that keep the memory of a large GPU busy, and the least work worth a program.
 _PROGRAMS = 2048
@@ -134,6 +136,7 @@ def _rows_kernel(
         tl.store(sample + row, tl.where(found == _NO_INDEX, 0, found).to(tl.int64))
 
 
+@on_its_device
 def token_statistics(
     logits: torch.Tensor,
     temperature: float,
@@ -199,6 +202,7 @@ def _probabilities_kernel(processed, log_sum, out, COLUMNS, BLOCK: tl.constexpr)
     tl.store(out + row * COLUMNS + column, p.to(out.dtype.element_ty), mask=mask)
 
 
+@on_its_device
 def probabilities(processed: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """exp(processed - log_sum) into `out`."""
     rows, columns = processed.shape
