@@ -7,6 +7,7 @@ late, so that a machine that warms up cannot decide. Temperature and clocks stan
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 import time
 from pathlib import Path
@@ -55,7 +56,10 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
         from transformers import DiffusionGemmaForBlockDiffusion
 
         kind = DiffusionGemmaForBlockDiffusion
-    return kind.from_pretrained(args.model, device_map=device().type), AutoTokenizer.from_pretrained(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    if importlib.util.find_spec("accelerate") is None:
+        return kind.from_pretrained(args.model).to(device()), tokenizer
+    return kind.from_pretrained(args.model, device_map=device().type), tokenizer
 
 
 def chosen_prompts(args: argparse.Namespace) -> list[questions.Prompt]:
@@ -69,6 +73,8 @@ def encode(tokenizer: Any, text: str, vocabulary: int) -> torch.Tensor:
     """Ids [1, T]; without a tokenizer one byte is one token, which is all a random model asks for."""
     if tokenizer is None:
         return torch.tensor([[3 + byte % (vocabulary - 16) for byte in text.encode()]], device=device())
+    if tokenizer.chat_template is None:
+        return tokenizer(text, return_tensors="pt").input_ids.to(device())
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=False
     )
@@ -125,9 +131,13 @@ class Runner:
 
 
 def check(args: argparse.Namespace) -> None:
-    """The prompts can be read."""
+    """The prompts and the model's configuration can be read."""
     try:
         chosen_prompts(args)
+        if args.model is not None:
+            from transformers import AutoConfig
+
+            AutoConfig.from_pretrained(args.model)
     except (OSError, ValueError) as error:
         raise CheckFailed(str(error)) from error
 

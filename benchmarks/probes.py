@@ -16,7 +16,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def check(args: argparse.Namespace) -> None:
     """There is a GPU."""
     if not torch.cuda.is_available():
-        raise CheckFailed("probes measure a GPU; torch sees no CUDA device")
+        raise CheckFailed("it measures a GPU, and torch sees no CUDA device")
 
 
 def read_bandwidth(device: torch.device) -> float:

@@ -146,6 +146,7 @@ def run_benchmark(benchmark: Benchmark, argv: list[str]) -> int:
         return 1
     rows = benchmark.run(args)
     print(benchmark.table(rows))
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
     write_json(output, {"benchmark": benchmark.name, "run": describe_run(), "options": options, "rows": rows})
     print(f"Wrote {output}")
     if benchmark.chart:

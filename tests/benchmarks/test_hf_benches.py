@@ -34,8 +34,9 @@ def test_the_true_shape_has_the_published_number_of_parameters() -> None:
 
 def test_ab_runs_both_arms_in_order_on_one_load(tmp_path: Path) -> None:
     """A, B, B, A: a machine that warms up must not decide."""
-    output = tmp_path / "ab.json"
-    argv = ["--steps", "2", "--max-new-tokens", "16", "--limit", "1", "--output", str(output)]
+    output, file = tmp_path / "ab.json", tmp_path / "questions.jsonl"
+    file.write_text('{"question": "2 + 2?", "answer": "#### 4"}\n')
+    argv = ["--steps", "2", "--max-new-tokens", "16", "--limit", "1", "--gsm8k", str(file), "--output", str(output)]
     assert run_benchmark(ab.BENCHMARK, argv) == 0
     rows = json.loads(output.read_text())["rows"]
     assert [(row["arm"], row["name"]) for row in rows] == [
@@ -120,8 +121,11 @@ def test_gsm8k_answers_are_read_and_compared(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_of_questions_is_no_traceback(tmp_path: Path) -> None:
-    args: Any = argparse.Namespace(gsm8k=tmp_path / "none.jsonl", human_eval=False, execute=False, limit=1)
+    args: Any = argparse.Namespace(gsm8k=tmp_path / "none.jsonl", human_eval=False, execute=False, limit=1, model=None)
     with pytest.raises(CheckFailed, match=r"none\.jsonl"):
+        ab.check(args)
+    args.gsm8k, args.model = None, str(tmp_path / "no model")
+    with pytest.raises(CheckFailed, match="no model"):
         ab.check(args)
 
 
