@@ -1,13 +1,14 @@
 """Tokens per second of real vLLM on a GPU: a model of a published shape in BF16, in 4 bits by the plugin and by Marlin.
 
-Random weights are written once and served by every arm: from BF16, quantised while they load, and packed with integer
-zero points, which the plugin and stock vLLM's Marlin both read. Every arm has engines in processes of its own; all
-start together and then take turns, A, B, C, D, D, C, B, A, ..., while the others are idle. A round compares each arm
-with the BF16 of the same round; the figures are medians over the rounds. Arms are checked before they are timed: those
-of the same bits must agree on a prompt's log-probabilities, and the plugin's must be near BF16's.
+Every arm serves the same random weights: in BF16, quantised by the plugin while they load, and rounded to the packed
+format with integer zero points that the plugin and stock vLLM's Marlin both read. The weights are drawn in the engine,
+or written once as checkpoints (--files). Every arm of every shape has an engine in processes of its own; all start
+together and then take turns, A, B, C, D, D, C, B, A, ..., while the others are idle. A round compares each arm with the
+BF16 of the same round; the figures are medians over the rounds. Arms are checked before they are timed: those of the
+same bits must agree on a prompt's log-probabilities, and the plugin's must be near BF16's.
 
-    vllm-ext bench serve --shape Qwen3-30B-A3B
-    vllm-ext bench serve --shape tiny --eager --rounds 2 --batches 1 2 --prefill 64 --kv-cache-mib 64   # on a CPU
+    vllm-ext bench serve --shape Qwen3-30B-A3B Gemma-4-26B-A4B
+    vllm-ext bench serve --shape tiny --eager --rounds 2 --batches 1 2 --prefill 64      # on a CPU
 """
 
 from __future__ import annotations
@@ -22,9 +23,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_ext.benchmarks.registry import RESULTS, CheckFailed, describe_run, write_json
-from vllm_ext.benchmarks.serve_checkpoints import BF16, PACKED, SHAPES, ServedShape, write_checkpoints, write_configs
-from vllm_ext.benchmarks.serve_engine import OUR_METHOD, EngineProcess
+from vllm_ext.benchmarks.registry import RESULTS, describe_run, write_json
+from vllm_ext.benchmarks.serve_checkpoints import (
+    BF16,
+    PACKED,
+    SHAPES,
+    ServedShape,
+    config_of,
+    write_checkpoints,
+    write_configs,
+)
+from vllm_ext.benchmarks.serve_engine import DRAWN, OUR_METHOD, EngineProcess
 from vllm_ext.benchmarks.serve_loading import measure_loading
 from vllm_ext.benchmarks.serve_report import add_bounds, chart, table
 
@@ -52,33 +61,52 @@ ARMS = {
 }
 
 
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What all arms have in common."""
+def kv_cache_bytes(config: dict[str, Any], args: argparse.Namespace) -> int:
+    """What all requests of the largest batch, or the prefill, take in 16 bits, and a third more."""
+    heads, size = config["num_key_value_heads"], config["head_dim"]
+    tokens = max(args.prefill, max(args.batches) * (args.input_tokens + args.output_tokens), 4096)
+    return int(4 / 3 * tokens * config["num_hidden_layers"] * 2 * heads * size * 2)
+
+
+def engine_options(config: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """What all arms of a shape have in common: vLLM's defaults, but for what the requests that are timed ask for."""
     options: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,  # rounds repeat their prompts
         "max_model_len": max(args.prefill, args.checked_tokens, args.input_tokens + args.output_tokens) + 1,
         "max_num_seqs": max(args.batches),
         "max_num_batched_tokens": max(args.prefill, 2048),
-        "gpu_memory_utilization": 0.1,
-        "kv_cache_memory_bytes": args.kv_cache_mib << 20,  # engines side by side would count each other as used
+        "gpu_memory_utilization": 0.05,
+        "kv_cache_memory_bytes": kv_cache_bytes(config, args),  # engines side by side would count each other as used
         "enforce_eager": args.eager,
     }
     if args.attention_backend:
         options["attention_backend"] = args.attention_backend
     if not args.eager:
         options["compilation_config"] = {"cudagraph_capture_sizes": sorted(set(args.batches))}
-    if args.dummy:
-        options["load_format"] = "dummy"
     return options
 
 
-def start_arms(
-    args: argparse.Namespace, shape: ServedShape, paths: dict[str, Path], folder: Path
-) -> tuple[dict[str, EngineProcess], dict[str, str]]:
-    """Start every arm's engine at once; (those that are ready, why the others are not)."""
-    vocabulary = int(shape.fields.get("vocab_size", 256))
-    engines = {}
+@dataclass
+class Serving:
+    """One shape's run: its engines by arm, its document, and what was measured."""
+
+    shape: ServedShape
+    output: Path
+    document: dict[str, Any]
+    engines: dict[str, EngineProcess] = field(default_factory=dict)
+    rounds: list[dict[str, dict[str, dict[str, float]]]] = field(default_factory=list)
+
+    def drop(self, name: str, reason: str) -> None:
+        """Go on without an arm."""
+        print(f"{self.document['options']['shape']}, {name}: {reason}", file=sys.stderr, flush=True)
+        self.document["failed"][name] = reason
+        self.engines.pop(name).close(1)
+
+
+def start_arms(args: argparse.Namespace, serving: Serving, paths: dict[str, Path], folder: Path) -> None:
+    """Start every arm's engine, without waiting for it."""
+    config = config_of(serving.shape, args.layers)
     for name in args.arms:
         arm = ARMS[name]
         environment = {
@@ -88,44 +116,62 @@ def start_arms(
         }
         if arm.options.get("quantization") != OUR_METHOD:
             environment["VLLM_PLUGINS"] = ""
-        options = {**engine_options(args), **arm.options}
-        spec = {"model": str(paths[arm.checkpoint]), "options": options, "vocabulary": vocabulary}
-        spec["random_codes"] = args.dummy and arm.checkpoint == PACKED
-        engines[name] = EngineProcess(name, spec, folder, environment)
-    ready, failed = {}, {}
-    deadline = time.monotonic() + args.start_timeout
-    for name, engine in engines.items():
+        options = {**engine_options(config, args), **arm.options}
+        if not args.files:
+            group = serving.shape.group if arm.checkpoint == PACKED else None
+            drawn = {"kind": serving.shape.kind, "config": config, "seed": 0, "group": group}
+            options |= {"load_format": DRAWN, "model_loader_extra_config": drawn}
+        spec = {"model": str(paths[arm.checkpoint]), "options": options, "vocabulary": config["vocab_size"]}
+        serving.engines[name] = EngineProcess(name, spec, folder, environment)
+
+
+def await_arms(serving: Serving, deadline: float) -> None:
+    """Drop the engines that are not ready by `deadline`, of time.monotonic()."""
+    for name, engine in list(serving.engines.items()):
         try:
             seconds = engine.answer(max(1.0, deadline - time.monotonic()))["ready_seconds"]
-            print(f"{name}: ready after {seconds:.0f} s", flush=True)
-            ready[name] = engine
         except RuntimeError as error:
-            print(error, file=sys.stderr, flush=True)
-            failed[name] = str(error)
-            engine.close()
-    return ready, failed
+            serving.drop(name, str(error))
+        else:
+            serving.document["ready_seconds"][name] = seconds
+            print(f"{serving.document['options']['shape']}, {name}: ready after {seconds:.0f} s", flush=True)
 
 
-def check(engines: dict[str, EngineProcess], length: int) -> dict[str, float]:
-    """Mean difference of log-probabilities, by pair of arms. Raises CheckFailed where it means a wrong model."""
-    answers = {name: engine.ask("score", ANSWER_TIMEOUT, length=length, seed=7) for name, engine in engines.items()}
-    log_probs = {name: answer["log_probs"] for name, answer in answers.items()}
+def check(log_probs: dict[str, list[float]]) -> tuple[dict[str, float], dict[str, str]]:
+    """Mean difference of log-probabilities by pair of arms, and why an arm is no right one."""
 
     def gap(one: str, other: str) -> float:
         return statistics.fmean(abs(a - b) for a, b in zip(log_probs[one], log_probs[other], strict=True))
 
-    gaps = {f"{name} / {BASE}": gap(name, BASE) for name in engines if name != BASE and BASE in engines}
+    wrong: dict[str, str] = {}
+    gaps = {f"{name} / {BASE}": gap(name, BASE) for name in log_probs if name != BASE and BASE in log_probs}
     for pair, found in gaps.items():
         if not found < FAR_FROM_BF16:
-            raise CheckFailed(f"{pair}: log-probabilities {found:.2f} nats a token apart; allowed {FAR_FROM_BF16}")
-    twins = [name for name in engines if ARMS[name].same_bits]
-    if len(twins) == 2 and BASE in engines:
+            why = f"check failed: {pair}: log-probabilities {found:.2f} nats a token apart; allowed {FAR_FROM_BF16}"
+            wrong[pair.removesuffix(f" / {BASE}")] = why
+    twins = [name for name in log_probs if ARMS[name].same_bits]
+    if len(twins) == 2 and BASE in log_probs:
         pair = " / ".join(twins)
         gaps[pair] = gap(*twins)
         limit = max(gaps[f"{name} / {BASE}"] for name in twins)
         if not gaps[pair] < limit:
-            raise CheckFailed(f"{pair}: the same bits are {gaps[pair]:.3f} nats a token apart, BF16 only {limit:.3f}")
-    return gaps
+            why = f"check failed: {pair}: the same bits are {gaps[pair]:.3f} nats a token apart, BF16 only {limit:.3f}"
+            wrong.setdefault(twins[0], why)
+    return gaps, wrong
+
+
+def check_arms(serving: Serving, length: int) -> None:
+    """Drop the arms that compute something else than their weights say."""
+    log_probs = {}
+    for name, engine in list(serving.engines.items()):
+        try:
+            log_probs[name] = engine.ask("score", ANSWER_TIMEOUT, length=length, seed=7)["log_probs"]
+        except RuntimeError as error:
+            serving.drop(name, str(error))
+    serving.document["gaps"], wrong = check(log_probs)
+    print(f"log-probabilities apart, nats a token: {serving.document['gaps']}", flush=True)
+    for name, why in wrong.items():
+        serving.drop(name, why)
 
 
 def cells(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -145,16 +191,21 @@ def rate(cell: dict[str, Any], answer: dict[str, Any]) -> float:
 
 
 def one_round(
-    engines: dict[str, EngineProcess], order: list[str], plan: list[dict[str, Any]], seed: int
+    serving: Serving, order: list[str], plan: list[dict[str, Any]], seed: int
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Rates and token variety by cell and arm."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    """Rates and token variety by cell and arm; an engine that fails is dropped, and lacks in the round."""
+    found: dict[str, dict[str, dict[str, float]]] = {cell["cell"]: {} for cell in plan}
     for cell in plan:
         request = {key: cell[key] for key in ("batch", "inputs", "outputs")}
         for name in order:
-            answer = engines[name].ask("generate", ANSWER_TIMEOUT, seed=seed, **request)
-            figures = {"rate": rate(cell, answer), "distinct": answer["distinct"]}
-            found.setdefault(cell["cell"], {})[name] = figures
+            if name not in serving.engines:
+                continue
+            try:
+                answer = serving.engines[name].ask("generate", ANSWER_TIMEOUT, seed=seed, **request)
+            except RuntimeError as error:
+                serving.drop(name, str(error))
+                continue
+            found[cell["cell"]][name] = {"rate": rate(cell, answer), "distinct": answer["distinct"]}
     return found
 
 
@@ -176,7 +227,9 @@ def summarise(
     return rows
 
 
-def _write(args: argparse.Namespace, shape: ServedShape, folder: Path) -> dict[str, Path]:
+def _paths(args: argparse.Namespace, shape: ServedShape, folder: Path) -> dict[str, Path]:
+    if not args.files:
+        return write_configs(shape, args.layers, folder)
     start = time.monotonic()
     needed = {ARMS[name].checkpoint for name in args.arms} | ({BF16, PACKED} if args.loading else set())
     paths = write_checkpoints(shape, args.layers, folder, packed=PACKED in needed)
@@ -184,35 +237,51 @@ def _write(args: argparse.Namespace, shape: ServedShape, folder: Path) -> dict[s
     return paths
 
 
-def measure(args: argparse.Namespace, document: dict[str, Any], folder: Path) -> None:
-    """Write the checkpoints, start, check and time the arms; `document` is written after every round."""
-    shape = SHAPES[args.shape]
-    paths = write_configs(shape, args.layers, folder) if args.dummy else _write(args, shape, folder)
-    if args.loading:
-        document["loading"] = measure_loading(paths, folder)
-        write_json(args.output, document)
-        print("\n".join(f"loading {key}: {value}" for key, value in document["loading"].items()), flush=True)
-    engines, document["failed"] = start_arms(args, shape, paths, folder)
+def time_arms(serving: Serving, number: int, args: argparse.Namespace) -> None:
+    """One more round of a shape; its document is written with what is known so far."""
+    names = list(serving.engines)
+    order = names if number % 2 == 0 else names[::-1]
+    plan = cells(args)
+    serving.rounds.append(one_round(serving, order, plan, seed=number))
+    serving.document["orders"].append(order)
+    rows = summarise(plan, serving.rounds, list(serving.engines))
+    serving.document["rows"] = add_bounds(rows, serving.shape, args.layers)
+    write_json(serving.output, serving.document)
+    print(f"{serving.document['options']['shape']}: round {number + 1} of {args.rounds}", flush=True)
+
+
+def measure(args: argparse.Namespace, servings: list[Serving], folder: Path) -> None:
+    """Start, check and time the arms of all shapes; documents are written after every round."""
+    begin = time.monotonic()
     try:
-        if not args.dummy:
-            document["gaps"] = check(engines, args.checked_tokens)
-            print(f"log-probabilities apart, nats a token: {document['gaps']}", flush=True)
-        plan, rounds, names = cells(args), [], list(engines)
-        one_round(engines, names, plan, seed=99)  # the first call of a shape pays for compiling and allocations
-        document["orders"] = []
-        begin = time.monotonic()
+        for index, serving in enumerate(servings):
+            own = folder / str(index)
+            own.mkdir(parents=True, exist_ok=True)
+            paths = _paths(args, serving.shape, own)
+            if args.loading:
+                serving.document["loading"] = measure_loading(paths, own)
+                write_json(serving.output, serving.document)
+                for key, value in serving.document["loading"].items():
+                    print(f"loading {key}: {value}", flush=True)
+            start_arms(args, serving, paths, own)
+        deadline = time.monotonic() + args.start_timeout
+        for serving in servings:
+            await_arms(serving, deadline)
+        for serving in servings:
+            check_arms(serving, args.checked_tokens)
+            # The first call of a shape pays for allocations, and for what an engine did not compile when it started.
+            one_round(serving, list(serving.engines), cells(args), seed=99)
         for number in range(args.rounds):
-            if number and time.monotonic() - begin > args.seconds:
-                break
-            order = names if number % 2 == 0 else names[::-1]
-            document["orders"].append(order)
-            rounds.append(one_round(engines, order, plan, seed=number))
-            document["rows"] = add_bounds(summarise(plan, rounds, names), shape, args.layers)
-            write_json(args.output, document)
-            print(f"round {number + 1} of {args.rounds}", flush=True)
+            for serving in servings:
+                if number and time.monotonic() - begin > args.seconds:
+                    return
+                time_arms(serving, number, args)
     finally:
-        for engine in engines.values():
-            engine.close()
+        engines = [engine for serving in servings for engine in serving.engines.values()]
+        for engine in engines:
+            engine.stop()
+        for engine in engines:
+            engine.close(5)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -220,55 +289,59 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="vllm-ext bench serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=SHAPES, default="Qwen3-30B-A3B")
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["Qwen3-30B-A3B"])
     parser.add_argument("--layers", type=int, default=12, help="default: %(default)s")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, help="default: all that the weights allow")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="default: all")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--input-tokens", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--output-tokens", type=int, default=128, help="tokens generated for each prompt")
     parser.add_argument("--checked-tokens", type=int, default=256, help="tokens whose log-probabilities are compared")
     parser.add_argument("--prefill", type=int, default=8192, help="tokens of the long prompt; 0: none")
     parser.add_argument("--rounds", type=int, default=6, help="times that every arm is measured; even")
-    parser.add_argument("--seconds", type=float, default=600, help="begin no round later than this after the first")
-    parser.add_argument(
-        "--dummy", action="store_true", help="no checkpoints: vLLM's random weights; quicker, and nothing is checked"
-    )
+    parser.add_argument("--seconds", type=float, default=3600, help="begin no round, but the first, later than this")
+    parser.add_argument("--files", action="store_true", help="write checkpoints, and load them; default: draw weights")
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
     parser.add_argument("--attention-backend", help="default: vLLM's choice")
-    parser.add_argument("--loading", action="store_true", help="also measure loading: time and peak memory")
+    parser.add_argument("--loading", action="store_true", help="also measure loading: time and peak memory; --files")
     parser.add_argument("--start-timeout", type=float, default=300, help="seconds for all engines to be ready")
-    parser.add_argument("--kv-cache-mib", type=int, default=4096)
     parser.add_argument("--workdir", type=Path, help="where checkpoints and logs go; default: a temporary folder")
-    parser.add_argument("--output", type=Path, help="results file; default: benchmarks/results/serve_SHAPE.json")
+    parser.add_argument("--output-dir", type=Path, default=RESULTS, help="for serve_SHAPE.json; default: results")
     args = parser.parse_args(argv)
     if args.rounds < 1 or args.layers < 1 or min(args.batches) < 1:
         parser.error("--rounds, --layers and --batches are at least 1")
-    args.arms = args.arms or [name for name, arm in ARMS.items() if not (args.dummy and arm.options and arm.same_bits)]
-    if args.dummy and (args.loading or any(ARMS[name].options and ARMS[name].same_bits for name in args.arms)):
-        parser.error("--dummy has no checkpoint to load or to read packed experts from")
-    args.output = args.output or RESULTS / f"serve_{args.shape.lower()}.json"
+    if args.loading and not args.files:
+        parser.error("--loading measures how checkpoints load; add --files")
     return run(args)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print and record; 1 where the check refuses or an arm does not start."""
+    """Measure, print and record; 1 where an arm is refused or does not start."""
     folder = args.workdir or Path(tempfile.mkdtemp(prefix="vllm_ext_serve_"))
-    folder.mkdir(parents=True, exist_ok=True)
     options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    fields = {**SHAPES[args.shape].fields, "note": SHAPES[args.shape].note}
-    document = {"benchmark": "serve", "run": describe_run(), "options": options, "model": fields, "rows": []}
+    described = describe_run()
+    servings = []
+    for name in args.shape:
+        document = {
+            "benchmark": "serve",
+            "run": described,
+            "options": {**options, "shape": name},
+            "model": {**SHAPES[name].fields, "note": SHAPES[name].note},
+            "failed": {},
+            "ready_seconds": {},
+            "orders": [],
+            "rows": [],
+        }
+        servings.append(Serving(SHAPES[name], args.output_dir / f"serve_{name.lower()}.json", document))
     try:
-        measure(args, document, folder)
-    except (CheckFailed, RuntimeError) as failure:
-        document["refused"] = str(failure)
-        print(f"vllm-ext bench serve: {failure}", file=sys.stderr)
+        measure(args, servings, folder)
     finally:
         if args.workdir is None:
             shutil.rmtree(folder, ignore_errors=True)
-    write_json(args.output, document)
-    print(f"{table(document)}\nWrote {args.output}")
-    if document["rows"]:
-        picture = args.output.with_suffix(".png")
-        chart(document, picture)
-        print(f"Wrote {picture}")
-    return 1 if "refused" in document or document.get("failed") else 0
+    for serving in servings:
+        write_json(serving.output, serving.document)
+        print(f"{table(serving.document)}\nWrote {serving.output}")
+        if serving.document["rows"]:
+            picture = serving.output.with_suffix(".png")
+            chart(serving.document, picture)
+            print(f"Wrote {picture}")
+    return 1 if any(serving.document["failed"] for serving in servings) else 0

@@ -1,4 +1,5 @@
-"""The checkpoints that `vllm-ext bench serve` serves: random weights in a real model's layer shape, in BF16 and packed.
+"""The checkpoints that `vllm-ext bench serve` serves: random weights in a real model's layer shape, in BF16 and packed;
+as files, or as configurations whose weights `serve_weights` draws in the engine.
 
 The packed one is compressed-tensors with integer zero points, which stock vLLM serves through Marlin and the plugin
 through its own kernels: the same bits for both.
@@ -91,7 +92,7 @@ SHAPES = {
 
 def write_checkpoints(shape: ServedShape, layers: int, folder: Path, *, packed: bool = True) -> dict[str, Path]:
     """Write `folder`/bf16 and, unless `packed` is false, `folder`/packed; the paths by name."""
-    _families()
+    families()
     from tiny_models import write_tiny_model
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -103,10 +104,15 @@ def write_checkpoints(shape: ServedShape, layers: int, folder: Path, *, packed: 
     return paths
 
 
+def config_of(shape: ServedShape, layers: int) -> dict[str, Any]:
+    """The model's config.json."""
+    defaults, _ = families()[shape.kind]
+    return {**defaults, "num_hidden_layers": layers, **shape.fields}
+
+
 def write_configs(shape: ServedShape, layers: int, folder: Path) -> dict[str, Path]:
-    """As `write_checkpoints` without any weights: what vLLM fills with random numbers by `load_format="dummy"`."""
-    defaults, _ = _families()[shape.kind]
-    config = {**defaults, "num_hidden_layers": layers, **shape.fields}
+    """As `write_checkpoints` without any weights."""
+    config = config_of(shape, layers)
     quantization = compressed_tensors.make_config(shape.group, symmetric=False, ignore=PLAIN_MODULES)
     paths = {BF16: folder / BF16, PACKED: folder / PACKED}
     for name, path in paths.items():
@@ -116,7 +122,7 @@ def write_configs(shape: ServedShape, layers: int, folder: Path) -> dict[str, Pa
     return paths
 
 
-def _families() -> dict[str, Any]:
+def families() -> dict[str, Any]:
     """The families that the examples know. Raises FileNotFoundError where they are not beside the benchmarks."""
     if not (EXAMPLES / "tiny_models.py").is_file():
         raise FileNotFoundError(f"bench serve: needs {EXAMPLES}/tiny_models.py; run it from the project's source tree")
@@ -140,15 +146,20 @@ def pack(source: Path, target: Path, group: int, device: str) -> None:
                 if name.endswith(".weight") and tensors[name].ndim == 2:
                     plain.append(name.removesuffix(".weight"))
                 continue
-            for module, weight in _projections(name, file.get_tensor(name)):
-                quantized = quantize_weight(
-                    weight.to(device), group, symmetric=False, zero_point="int", method="minmax"
-                )
-                for key, tensor in compressed_tensors.to_tensors(module, quantized).items():
-                    tensors[key] = tensor.cpu()
+            for key, packed in packed_tensors(name, file.get_tensor(name).to(device), group).items():
+                tensors[key] = packed.cpu()
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     config["quantization_config"] = compressed_tensors.make_config(group, symmetric=False, ignore=["lm_head", *plain])
     (target / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+
+def packed_tensors(name: str, tensor: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
+    """An expert's tensor of a 16-bit checkpoint, or that of all experts, rounded to nearest in compressed-tensors."""
+    found: dict[str, torch.Tensor] = {}
+    for module, weight in _projections(name, tensor):
+        quantized = quantize_weight(weight, group, symmetric=False, zero_point="int", method="minmax")
+        found |= compressed_tensors.to_tensors(module, quantized)
+    return found
 
 
 def _projections(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

@@ -24,25 +24,13 @@ from typing import Any
 Answer = dict[str, Any]
 OUR_METHOD = "w4a16-grouped"
 MODULE = "vllm_ext.benchmarks.serve_engine"
+DRAWN = "vllm_ext_drawn"
 
 
 def prompts(count: int, length: int, vocabulary: int, seed: int) -> list[dict[str, list[int]]]:
     """`count` prompts of `length` random token ids, the same in every engine."""
     draw = random.Random(seed)
     return [{"prompt_token_ids": [draw.randrange(vocabulary) for _ in range(length)]} for _ in range(count)]
-
-
-class RandomCodes:
-    """Mixed into vLLM's worker: `load_format="dummy"` leaves integers as the memory was, which may be all zeros, and
-    zeros cost less power than real weights do."""
-
-    def randomize_codes(self: Any) -> int:
-        """Fill large integer parameters in place; how many there are."""
-        found = [p for p in self.get_model().parameters() if p.element_size() <= 4 and not p.is_floating_point()]
-        large = [parameter for parameter in found if parameter.numel() > 1 << 20]
-        for parameter in large:
-            parameter.data.random_()
-        return len(large)
 
 
 class Served:
@@ -56,10 +44,12 @@ class Served:
         from vllm import LLM
 
         start = time.perf_counter()
-        extension = f"{RandomCodes.__module__}.{RandomCodes.__name__}".replace("__main__", MODULE)
-        self.llm = LLM(model=spec["model"], worker_extension_cls=extension, **spec["options"])
-        if spec.get("random_codes"):
-            print("randomized:", self.llm.collective_rpc("randomize_codes"), flush=True)
+        options = dict(spec["options"])
+        if options.get("load_format") == DRAWN:
+            from vllm_ext.benchmarks.serve_weights import DrawsWeights
+
+            options["worker_extension_cls"] = f"{DrawsWeights.__module__}.{DrawsWeights.__name__}"
+        self.llm = LLM(model=spec["model"], **options)
         self.vocabulary = spec["vocabulary"]
         self.ready_seconds = time.perf_counter() - start
 
@@ -157,13 +147,18 @@ class EngineProcess:
         telling = [line for line in lines if "Error" in line][-6:]
         return "\n".join([*telling, "...", *lines[-12:]])
 
+    def stop(self) -> None:
+        """Ask the engine to end, and do not wait for it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
     def close(self, timeout: float = 20) -> None:
         """End the engine: it stops when its requests end, and is killed with its own processes when it does not."""
-        assert self._process.stdin is not None
+        self.stop()
         try:
-            self._process.stdin.close()
             self._process.wait(timeout=timeout)
-        except (subprocess.TimeoutExpired, BrokenPipeError):
+        except subprocess.TimeoutExpired:
             pass
         finally:
             with contextlib.suppress(ProcessLookupError):

@@ -1,7 +1,8 @@
 """What `vllm-ext bench serve` prints and draws: rates, ratios, targets, and how much the experts alone can give.
 
-The bound is Amdahl's: with the experts taking a share s of a BF16 step, and a layer's experts r times faster, the step
-can be 1 / (1 - s + s / r) times faster. Layer times come from results/moe_h200.json, the step from this run's BF16.
+The bound is Amdahl's: with the experts taking a share s of BF16's time and an arm's experts r times faster, the arm can
+be 1 / (1 - s + s / r) times faster. The experts' time is that of all steps, the prompts' and the outputs', by the layer
+times in results/moe_h200.json; BF16's time is this run's.
 """
 
 from __future__ import annotations
@@ -30,27 +31,48 @@ def layer_milliseconds(shape: ServedShape) -> dict[tuple[str, int], float]:
 
 
 def at_tokens(times: dict[tuple[str, int], float], arm: str, tokens: int) -> float | None:
-    """The layer's time at `tokens`; beyond the largest measured size it grows in proportion."""
-    if (arm, tokens) in times:
-        return times[arm, tokens]
-    largest = max((count for name, count in times if name == arm), default=None)
-    if largest is None or tokens < largest:
+    """The layer's time at `tokens`: between measured sizes on a straight line, beyond the largest in proportion."""
+    sizes = sorted(count for name, count in times if name == arm)
+    below = max((size for size in sizes if size <= tokens), default=None)
+    if below is None:
         return None
-    return times[arm, largest] * tokens / largest
+    above = min((size for size in sizes if size >= tokens), default=None)
+    if above is None:
+        return times[arm, below] * tokens / below
+    part = (tokens - below) / max(1, above - below)
+    return (1 - part) * times[arm, below] + part * times[arm, above]
 
 
-def add_bounds(rows: list[dict[str, Any]], shape: ServedShape, layers: int) -> list[dict[str, Any]]:
-    """Add to each row the experts' share of a BF16 step, and the arm's and the free experts' Amdahl bounds."""
+def experts_milliseconds(
+    times: dict[tuple[str, int], float], arm: str, row: dict[str, Any], largest_step: int
+) -> float | None:
+    """One layer's experts over a whole request of a cell: its prompts in steps of `largest_step`, then its outputs."""
+    full, rest = divmod(row["batch"] * row["inputs"], largest_step)
+    steps = {largest_step: full, rest: 1, row["batch"]: 0}
+    steps[row["batch"]] += row["outputs"] - 1
+    total = 0.0
+    for tokens, count in steps.items():
+        if tokens and count:
+            found = at_tokens(times, arm, tokens)
+            if found is None:
+                return None
+            total += count * found
+    return total
+
+
+def add_bounds(
+    rows: list[dict[str, Any]], shape: ServedShape, layers: int, largest_step: int = 8192
+) -> list[dict[str, Any]]:
+    """Add to each row the experts' share of BF16's time, and the arm's and the free experts' Amdahl bounds."""
     times = layer_milliseconds(shape)
     base = {row["cell"]: row["tokens_per_second"] for row in rows if row["arm"] == BASE}
     for row in rows:
-        tokens = row["inputs"] if row["outputs"] == 1 else row["batch"]
-        plain = at_tokens(times, "BF16", tokens)
-        mine = at_tokens(times, LAYER_ARMS[row["arm"]], tokens)
+        plain = experts_milliseconds(times, "BF16", row, largest_step)
+        mine = experts_milliseconds(times, LAYER_ARMS[row["arm"]], row, largest_step)
         if plain is None or mine is None or row["cell"] not in base:
             continue
-        step_ms = 1e3 * tokens / base[row["cell"]]
-        share = min(1.0, layers * plain / step_ms)
+        counted = row["batch"] * (row["inputs"] if row["outputs"] == 1 else row["outputs"])
+        share = min(1.0, layers * plain / (1e3 * counted / base[row["cell"]]))
         row["experts_share"] = share
         row["bound"] = 1 / (1 - share + share * mine / plain)
         row["bound_free_experts"] = 1 / (1 - share) if share < 1 else None

@@ -14,16 +14,18 @@ Config = dict[str, Any]
 
 
 class Weights:
-    """Named random tensors; every matrix keeps the size of what it multiplies."""
+    """Named random tensors, drawn on `device` and kept on `store`; every matrix keeps the size of what it multiplies."""
 
-    def __init__(self, seed: int, device: str = "cpu") -> None:
+    def __init__(self, seed: int, device: str = "cpu", store: str = "cpu") -> None:
         self.generator = torch.Generator(device).manual_seed(seed)
+        self.store = store
         self.tensors: dict[str, torch.Tensor] = {}
 
     def normal(self, name: str, *shape: int, std: float, mean: float = 0.0) -> None:
         """A BF16 tensor of normal numbers."""
-        tensor = mean + std * torch.randn(*shape, generator=self.generator, device=self.generator.device)
-        self.tensors[name] = tensor.to(torch.bfloat16).cpu()
+        drawn = {"generator": self.generator, "device": self.generator.device, "dtype": torch.float32}
+        tensor = mean + std * torch.randn(*shape, **drawn)
+        self.tensors[name] = tensor.to(torch.bfloat16).to(self.store)
 
     def linear(self, name: str, rows: int, columns: int, *, gain: float = 1.0) -> None:
         """A weight [rows, columns] that turns unit-size inputs into outputs of size `gain`."""

@@ -26,6 +26,9 @@ class _RunsW4A16:
     report: QuantizationReport
     tensors: list[tuple[str, torch.dtype | None]]
     meta: str
+    hidden_size: int
+    dtype: torch.dtype
+    compiles_on_call: bool
 
     def _set_up(self, prefix: str, options: Options, report: QuantizationReport) -> None:
         self.prefix = prefix
@@ -34,6 +37,7 @@ class _RunsW4A16:
         self.routes_itself = compat.cpu_router_is_internal()
         self.tensors = []
         self.meta = ""
+        self.compiles_on_call = False
 
     @property
     def is_monolithic(self) -> bool:
@@ -110,6 +114,18 @@ class _RunsW4A16:
             batch_invariant=self.options.batch_invariant or compat.batch_invariance_requested(),
         )
         _, self.meta = encode_call(experts, call)
+        self.hidden_size, self.dtype = experts.meta.hidden_size, experts.meta.dtype
+        device = next(iter(experts.tensors.values())).device
+        self.compiles_on_call = experts.backend == "triton" and device.type == "cuda"
+
+    def run_idle(self, layer: Any, tokens: int) -> None:
+        """Run the layer on zeros, its experts evenly loaded, for what a first call does beside computing."""
+        device = next(layer.parameters(recurse=False)).device
+        experts = int(layer.global_num_experts)
+        ids = torch.arange(tokens * layer.top_k, dtype=torch.int32, device=device).remainder(experts)
+        ids = ids.view(tokens, layer.top_k)
+        x = torch.zeros(tokens, self.hidden_size, dtype=self.dtype, device=device)
+        self.apply(layer, x, torch.ones_like(ids, dtype=torch.float32), ids)
 
     def apply(
         self,

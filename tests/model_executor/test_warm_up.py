@@ -1,0 +1,112 @@
+"""Kernels are compiled while an engine starts: which sizes are run then, and on what."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from vllm_ext.model_executor import warm_up
+from vllm_ext.options import Options
+from vllm_ext.quantization import quantize_weight
+
+EXPERTS, HIDDEN, INTER = 4, 64, 32
+
+
+@pytest.mark.parametrize(
+    ("largest", "captured", "sizes"),
+    [
+        (8192, 512, [1024, 2048, 4096, 8192]),
+        (2048, 0, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]),
+        (3000, 256, [512, 1024, 2048, 3000]),
+        (256, 256, [256]),
+    ],
+)
+def test_every_power_of_two_that_vllm_does_not_run_itself(largest, captured, sizes):
+    assert warm_up.step_sizes(largest, captured) == sizes
+
+
+def configuration(*, eager=False, mode="FULL_AND_PIECEWISE", ranks=1):
+    compilation = types.SimpleNamespace(
+        cudagraph_mode=types.SimpleNamespace(name=mode), max_cudagraph_capture_size=0 if mode == "NONE" else 512
+    )
+    return types.SimpleNamespace(
+        compilation_config=compilation,
+        model_config=types.SimpleNamespace(enforce_eager=eager),
+        scheduler_config=types.SimpleNamespace(max_num_batched_tokens=2048),
+        parallel_config=types.SimpleNamespace(data_parallel_size=ranks),
+    )
+
+
+def test_what_is_captured_and_what_arrives_at_once():
+    assert warm_up.captured_up_to(configuration()) == 512
+    assert warm_up.captured_up_to(configuration(eager=True)) == 0
+    assert warm_up.captured_up_to(configuration(mode="NONE")) == 0
+    assert warm_up.largest_step(configuration(ranks=2)) == 4096
+
+
+@pytest.fixture
+def layer():
+    """A layer with 4-bit experts on the CPU, taken for one whose kernels are compiled on the first call."""
+    pytest.importorskip("vllm")
+    from vllm_ext.model_executor.moe_method import _RunsW4A16
+    from vllm_ext.model_executor.report import QuantizationReport
+
+    layer = torch.nn.Module()
+    layer.moe_config = types.SimpleNamespace(moe_parallel_config=types.SimpleNamespace())
+    layer.activation, layer.top_k, layer.apply_router_weight_on_input, layer.expert_map = "silu", 2, False, None
+    layer.global_num_experts = EXPERTS
+    for name in ("w13_weight", "w2_weight"):
+        layer.register_parameter(name, torch.nn.Parameter(torch.empty(0), requires_grad=False))
+    w13, w2 = (
+        quantize_weight(torch.randn(shape).bfloat16() * 0.2, 32)
+        for shape in ((EXPERTS, 2 * INTER, HIDDEN), (EXPERTS, HIDDEN, INTER))
+    )
+    layer.quant_method = _RunsW4A16()
+    layer.quant_method._set_up("experts", Options(moe_backend="reference"), QuantizationReport())
+    layer.quant_method._finish(layer, w13, w2, torch.bfloat16, 0)
+    return layer
+
+
+@pytest.mark.vllm
+def test_one_layer_of_a_kind_runs_every_size(layer, monkeypatch):
+    assert not layer.quant_method.compiles_on_call
+    layer.quant_method.compiles_on_call = True
+    calls = []
+    apply = type(layer.quant_method).apply
+
+    def noted(self, layer, x, topk_weights, topk_ids, *rest):
+        calls.append((tuple(x.shape), x.dtype, tuple(topk_ids.shape), topk_ids.dtype, topk_ids.unique().tolist()))
+        return apply(self, layer, x, topk_weights, topk_ids, *rest)
+
+    monkeypatch.setattr(type(layer.quant_method), "apply", noted)
+    warm_up.warm_up_experts(torch.nn.ModuleList([layer, layer, torch.nn.Linear(2, 2)]), 8, 2)
+    ids = (torch.int32, list(range(EXPERTS)))
+    assert calls == [((n, HIDDEN), torch.bfloat16, (n, 2), *ids) for n in (4, 8)]
+
+
+@pytest.mark.vllm
+def test_worker_warms_up_after_its_own_kernels(layer):
+    pytest.importorskip("vllm")
+    done = []
+    layer.quant_method.compiles_on_call = True
+    layer.quant_method.run_idle = lambda _, tokens: done.append(tokens)
+    module = types.SimpleNamespace(kernel_warmup=lambda worker: done.append("vLLM"))
+    warm_up.hook_worker(module)
+    warm_up.hook_worker(module)
+    worker = types.SimpleNamespace(vllm_config=configuration(), get_model=lambda: torch.nn.ModuleList([layer]))
+    module.kernel_warmup(worker)
+    assert done == ["vLLM", 1024, 2048]
+
+
+@pytest.mark.vllm
+def test_supported_vllm_calls_what_is_hooked():
+    """The hook replaces a name in vLLM's worker module; looked up elsewhere, nothing would be compiled early."""
+    pytest.importorskip("vllm")
+    import inspect
+
+    import vllm.v1.worker.gpu_worker as gpu_worker
+
+    assert "kernel_warmup" in inspect.unwrap(gpu_worker.Worker.compile_or_warm_up_model).__code__.co_names
+    assert next(iter(inspect.signature(gpu_worker.kernel_warmup).parameters)) == "worker"
