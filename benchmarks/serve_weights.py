@@ -68,7 +68,7 @@ def draw(
 
 
 @register_model_loader(DRAWN)
-class DrawnLoader(BaseModelLoader):  # type: ignore[misc]
+class DrawnLoader(BaseModelLoader):
     """See the module."""
 
     def download_model(self, model_config: Any) -> None:
