@@ -65,13 +65,28 @@ def small_rows(device: torch.device) -> list[dict[str, Any]]:
     return rows
 
 
+def linear_attention_rows(device: torch.device) -> list[dict[str, Any]]:
+    """Prefill of GDN and KDA, one sequence of 8,192 tokens."""
+    from vllm_ext.benchmarks.linear_attention_common import FUNCTIONS, Row, make_call
+    from vllm_ext.benchmarks.moe_common import graph_milliseconds
+
+    rows = []
+    for row in (Row("gdn", 16, 32, (8192,)), Row("kda", 16, 16, (8192,))):
+        call = make_call(row, device)
+        ms = graph_milliseconds([lambda row=row, call=call: FUNCTIONS[row.op](**call, backend="triton")])
+        name = f"{row.op.upper()} prefill, {row.heads}/{row.value_heads} heads"
+        family = "linear attention"
+        rows.append({"kernel": name, "family": family, "flop": row.flops(), "bytes": row.bytes(), "ms": ms})
+    return rows
+
+
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The roofline's row first, then a row a kernel with its share of the ceiling."""
     from vllm_ext.benchmarks.probes import measure
 
     device = torch.device("cuda")
     roof = measure(device)
-    rows = expert_rows(args.tokens, device) + small_rows(device)
+    rows = expert_rows(args.tokens, device) + small_rows(device) + linear_attention_rows(device)
     for row in rows:
         floor = max(row["bytes"] / roof["bandwidth"], row["flop"] / roof["flops"]) * 1e3
         row["floor_ms"], row["share_of_ceiling"] = floor, floor / row["ms"]
@@ -107,26 +122,40 @@ def chart(rows: list[dict[str, Any]], path: Path) -> None:
         label=f"measured: {roof['bandwidth'] / 1e12:.2f} TB/s, {roof['flops'] / 1e12:.0f} TFLOP/s, "
         f"ridge {roof['ridge']:.0f} FLOP/byte",
     )
-    colours = {"4-bit experts": "tab:blue", "products (cuBLAS)": "tab:gray", "fused operations": "tab:orange"}
+    colours = {
+        "4-bit experts": "tab:blue",
+        "linear attention": "tab:green",
+        "products (cuBLAS)": "tab:gray",
+        "fused operations": "tab:orange",
+    }
     for family, colour in colours.items():
         mine = [(x, row) for x, row in zip(intensity, kernels, strict=True) if row["family"] == family]
         axes.plot(
             [x for x, _ in mine], [row["flop"] / row["ms"] / 1e9 for _, row in mine], "o", color=colour, label=family
         )
-        for x, row in mine:
-            if family != "fused operations":
-                text = row["kernel"].removeprefix("experts, ")
-                axes.annotate(
-                    text, (x, row["flop"] / row["ms"] / 1e9), xytext=(6, -9), textcoords="offset points", fontsize=7
-                )
+        _name(axes, mine, family == "fused operations")
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.set_xlim(left=low / 20)
     axes.set_xlabel("useful FLOP per byte that must move")
     axes.set_ylabel("TFLOP/s")
     axes.grid(alpha=0.3, which="both", linewidth=0.4)
     axes.legend(fontsize=8, loc="lower right")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _name(axes: Any, points: list[tuple[float, dict[str, Any]]], on_one_line: bool) -> None:
+    """Names beside the points; those on one vertical line get theirs to the left, apart from each other."""
+    lowest = 0.0
+    for x, row in sorted(points, key=lambda item: item[1]["flop"] / item[1]["ms"]):
+        rate = row["flop"] / row["ms"] / 1e9
+        height = max(rate, lowest)
+        lowest = 1.25 * height
+        where: dict[str, Any] = {"xytext": (6, -9), "textcoords": "offset points"}
+        if on_one_line:
+            where = {"xytext": (0.8 * x, height), "textcoords": "data", "ha": "right", "va": "center"}
+        axes.annotate(row["kernel"].removeprefix("experts, "), (x, rate), fontsize=7, **where)
 
 
 BENCHMARK = Benchmark(
