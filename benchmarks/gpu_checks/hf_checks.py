@@ -126,7 +126,8 @@ def agreement(options: argparse.Namespace, state: dict[str, Any]) -> Any:
     switch = state["switch"]
     prompt = hf_steps.prompt_ids(switch.model)
     wanted, found = None, {}
-    for name in ("experts-launched", "experts", "experts-captured", "kit-no-layers", "kit-no-capture", "kit", "stock"):
+    arms = ["experts-launched", "experts", "experts-captured", "kit-no-layers", "kit-no-capture", "kit", "kit-encoder"]
+    for name in [*arms, "stock"]:
         switch.to(ARMS[name])
         # The third forward of a layer records it, so the second probe is the one that replays.
         logits = [_probe(switch.model, prompt) for _ in range(2)][-1]

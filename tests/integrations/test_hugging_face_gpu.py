@@ -117,3 +117,18 @@ def test_the_captured_kit_computes_the_stock_logits(model: Any, parts: dict[str,
     assert "captured" in done.decoder
     out = model.generate(prompt, max_new_tokens=32, max_denoising_steps=4, eos_token_id=None).sequences
     assert out.shape == (1, 52)
+
+
+def test_a_model_that_generates_token_by_token_is_compiled_over_a_static_cache() -> None:
+    """transformers does both; the experts are one operator in what it compiles."""
+    model = tiny.mixtral().cuda()
+    quantize_experts(model, group_sizes=(16, 8), progress=False)
+    prompt = (torch.arange(20, device="cuda")[None] * 7 + 3) % 90
+
+    def tokens() -> torch.Tensor:
+        return model.generate(prompt, max_new_tokens=12, do_sample=False)
+
+    wanted = tokens()
+    done = accelerate_generate(model, progress=False)
+    assert "static cache" in done.decoder
+    assert torch.equal(tokens(), wanted)
