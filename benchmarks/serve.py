@@ -14,6 +14,7 @@ same bits must agree on a prompt's log-probabilities, and the plugin's must be n
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import statistics
 import sys
@@ -33,7 +34,7 @@ from vllm_ext.benchmarks.serve_checkpoints import (
     write_checkpoints,
     write_configs,
 )
-from vllm_ext.benchmarks.serve_engine import DRAWN, OUR_METHOD, EngineProcess
+from vllm_ext.benchmarks.serve_engine import DRAWN, OUR_METHOD, EngineProcess, import_vllm_once, inspect_models
 from vllm_ext.benchmarks.serve_loading import measure_loading
 from vllm_ext.benchmarks.serve_report import add_bounds, chart, table
 
@@ -104,25 +105,21 @@ class Serving:
         self.engines.pop(name).close(1)
 
 
-def start_arms(args: argparse.Namespace, serving: Serving, paths: dict[str, Path], folder: Path) -> None:
+def start_arms(args: argparse.Namespace, serving: Serving, context: Any, paths: dict[str, Path], folder: Path) -> None:
     """Start every arm's engine, without waiting for it."""
     config = config_of(serving.shape, args.layers)
     for name in args.arms:
         arm = ARMS[name]
-        environment = {
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CACHE_ROOT": str(folder / "cache" / name.replace(" ", "_")),
-        }
-        if arm.options.get("quantization") != OUR_METHOD:
-            environment["VLLM_PLUGINS"] = ""
+        plugins = "vllm_ext" if arm.options.get("quantization") == OUR_METHOD else ""
         options = {**engine_options(config, args), **arm.options}
         if not args.files:
             group = serving.shape.group if arm.checkpoint == PACKED else None
             drawn = {"kind": serving.shape.kind, "config": config, "seed": 0, "group": group}
             options |= {"load_format": DRAWN, "model_loader_extra_config": drawn}
         spec = {"model": str(paths[arm.checkpoint]), "options": options, "vocabulary": config["vocab_size"]}
-        serving.engines[name] = EngineProcess(name, spec, folder, environment)
+        serving.engines[name] = EngineProcess(
+            context, name, spec, folder, {"VLLM_PLUGINS": plugins}, folder.parent / "inspected"
+        )
 
 
 def await_arms(serving: Serving, deadline: float) -> None:
@@ -253,17 +250,23 @@ def time_arms(serving: Serving, number: int, args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace, servings: list[Serving], folder: Path) -> None:
     """Start, check and time the arms of all shapes; documents are written after every round."""
     begin = time.monotonic()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    context = import_vllm_once()
+    paths = {}
     try:
-        for index, serving in enumerate(servings):
-            own = folder / str(index)
+        for serving in servings:
+            own = folder / str(serving.document["options"]["shape"])
             own.mkdir(parents=True, exist_ok=True)
-            paths = _paths(args, serving.shape, own)
+            paths[own] = _paths(args, serving.shape, own)
             if args.loading:
-                serving.document["loading"] = measure_loading(paths, own)
+                serving.document["loading"] = measure_loading(paths[own], own)
                 write_json(serving.output, serving.document)
                 for key, value in serving.document["loading"].items():
                     print(f"loading {key}: {value}", flush=True)
-            start_arms(args, serving, paths, own)
+        inspect_models(context, [str(found[BF16]) for found in paths.values()], folder / "inspected")
+        print(f"models inspected after {time.monotonic() - begin:.0f} s", flush=True)
+        for serving, (own, found) in zip(servings, paths.items(), strict=True):
+            start_arms(args, serving, context, found, own)
         deadline = time.monotonic() + args.start_timeout
         for serving in servings:
             await_arms(serving, deadline)

@@ -1,30 +1,30 @@
-"""An engine in a process of its own, asked line by line: what `vllm-ext bench serve` times.
+"""Engines in processes of their own, asked one thing at a time: what `vllm-ext bench serve` times.
 
-    python -m vllm_ext.benchmarks.serve_engine FD SPEC.json
-
-A request and an answer are one line of JSON each: requests on standard input, answers on file descriptor FD, so that
-whatever vLLM prints goes to the engine's log. The engine is `vllm.LLM` as users start it, its core in yet another
-process.
+The engine is `vllm.LLM` as users start it, its core in yet another process. All are forked from one process that has
+imported vLLM, and read what vLLM must know of a model's class from a cache: importing it twice in each of several
+processes at once takes longer than all else that an engine does before it is ready.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import multiprocessing
 import os
 import random
-import select
+import shutil
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 Answer = dict[str, Any]
 OUR_METHOD = "w4a16-grouped"
-MODULE = "vllm_ext.benchmarks.serve_engine"
 DRAWN = "vllm_ext_drawn"
+# Not vLLM's worker: what it imports asks for the GPU, and a CUDA context does not survive a fork.
+_PRELOAD = ("torch", "transformers", "vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine")
+_MODEL_INFOS = "modelinfos"
 
 
 def prompts(count: int, length: int, vocabulary: int, seed: int) -> list[dict[str, list[int]]]:
@@ -80,92 +80,130 @@ class Served:
         return {"log_probs": [entry[token].logprob for token, entry in pairs]}
 
 
-def serve(descriptor: int, spec: dict[str, Any]) -> None:
-    """Answer until standard input ends. An error is an answer; the engine goes on."""
-    with os.fdopen(descriptor, "w", encoding="utf-8") as answers:
+def import_vllm_once() -> ForkServerContext:
+    """Start the process that engines are forked from; without the plugin, which an engine registers itself."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOAD))
+    before = os.environ.get("VLLM_PLUGINS")
+    os.environ["VLLM_PLUGINS"] = ""
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["VLLM_PLUGINS"]
+        if before is not None:
+            os.environ["VLLM_PLUGINS"] = before
+    return context
 
-        def say(answer: Answer) -> None:
-            print(json.dumps(answer), file=answers, flush=True)
 
+def inspect_models(context: ForkServerContext, models: list[str], cache: Path, timeout: float = 60) -> None:
+    """Have vLLM look at the models' classes once, and keep what it found in `cache` for the engines."""
+    arguments = (_inspect, (models,), str(cache / "inspection.log"), {"VLLM_CACHE_ROOT": str(cache)})
+    cache.mkdir(parents=True, exist_ok=True)
+    process = context.Process(target=_in_child, args=arguments)
+    process.start()
+    process.join(timeout)
+    if process.exitcode is None:
+        process.kill()
+
+
+def _inspect(models: list[str]) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
+    for model in models:
+        EngineArgs(model=model, skip_tokenizer_init=True).create_model_config()
+
+
+def _in_child(function: Any, arguments: tuple[Any, ...], log: str, environment: dict[str, str]) -> None:
+    os.setsid()
+    with open(log, "w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environment)
+    function(*arguments)
+
+
+def _serve(connection: Any, spec: dict[str, Any]) -> None:
+    """Answer until the other side closes. An error is an answer; the engine goes on."""
+    try:
+        served = Served(spec)
+    except Exception as error:
+        connection.send({"error": f"{type(error).__name__}: {error}"})
+        raise
+    connection.send({"ready_seconds": served.ready_seconds})
+    while True:
         try:
-            served = Served(spec)
+            request = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send(getattr(served, request.pop("op"))(**request))
         except Exception as error:
-            say({"error": f"{type(error).__name__}: {error}"})
-            raise
-        say({"ready_seconds": served.ready_seconds})
-        for line in sys.stdin:
-            request = json.loads(line)
-            try:
-                say(getattr(served, request.pop("op"))(**request))
-            except Exception as error:
-                say({"error": f"{type(error).__name__}: {error}"})
+            connection.send({"error": f"{type(error).__name__}: {error}"})
 
 
 class EngineProcess:
-    """The asking side. Raises RuntimeError, with the end of the engine's log, when the engine fails or is late."""
+    """The asking side. Raises RuntimeError, with the end of the engine's log, when the engine fails or is late.
 
-    def __init__(self, name: str, spec: dict[str, Any], folder: Path, environment: dict[str, str]) -> None:
+    `cache` is what `inspect_models` filled; the engine gets a folder of its own for what it compiles.
+    """
+
+    def __init__(
+        self,
+        context: ForkServerContext,
+        name: str,
+        spec: dict[str, Any],
+        folder: Path,
+        environment: dict[str, str],
+        cache: Path | None = None,
+    ) -> None:
         self.name = name
-        self.log = folder / f"{name.replace(' ', '_').replace(',', '')}.log"
-        spec_path = self.log.with_suffix(".json")
-        spec_path.write_text(json.dumps(spec), encoding="utf-8")
-        reader, writer = os.pipe()
-        self._answers = os.fdopen(reader, encoding="utf-8")
-        with self.log.open("w", encoding="utf-8") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, str(writer), str(spec_path)],
-                env={**os.environ, **environment},
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                text=True,
-                pass_fds=[writer],
-                start_new_session=True,
-            )
-        os.close(writer)
+        label = name.replace(" ", "_").replace(",", "")
+        self.log = folder / f"{label}.log"
+        own = folder / "cache" / label
+        if cache is not None and (cache / _MODEL_INFOS).exists():
+            shutil.copytree(cache / _MODEL_INFOS, own / _MODEL_INFOS, dirs_exist_ok=True)
+        self._connection, theirs = context.Pipe()
+        arguments = (_serve, (theirs, spec), str(self.log), {"VLLM_CACHE_ROOT": str(own), **environment})
+        self._process = context.Process(target=_in_child, args=arguments)
+        self._process.start()
+        theirs.close()
 
     def answer(self, timeout: float) -> Answer:
         """The next answer, within `timeout` seconds."""
-        ready, _, _ = select.select([self._answers], [], [], timeout)
-        line = self._answers.readline() if ready else ""
-        if not line:
-            late = f"gave no answer in {timeout:.0f} s" if not ready else "ended"
+        late = f"gave no answer in {timeout:.0f} s"
+        try:
+            found: Answer | None = self._connection.recv() if self._connection.poll(timeout) else None
+        except (EOFError, ConnectionResetError):
+            found, late = None, "ended"
+        if found is None:
             raise RuntimeError(f"bench serve: the engine {self.name!r} {late}:\n{self._log_end()}")
-        found: Answer = json.loads(line)
         if "error" in found:
             raise RuntimeError(f"bench serve: the engine {self.name!r}: {found['error']}\n{self._log_end()}")
         return found
 
     def ask(self, op: str, timeout: float, **arguments: Any) -> Answer:
         """Send a request to a method of `Served` and wait for its answer."""
-        assert self._process.stdin is not None
-        print(json.dumps({"op": op, **arguments}), file=self._process.stdin, flush=True)
+        self._connection.send({"op": op, **arguments})
         return self.answer(timeout)
 
     def _log_end(self) -> str:
+        if not self.log.exists():
+            return "no log"
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         telling = [line for line in lines if "Error" in line][-6:]
         return "\n".join([*telling, "...", *lines[-12:]])
 
     def stop(self) -> None:
         """Ask the engine to end, and do not wait for it."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        self._connection.close()
 
     def close(self, timeout: float = 20) -> None:
         """End the engine: it stops when its requests end, and is killed with its own processes when it does not."""
         self.stop()
-        try:
-            self._process.wait(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
+        self._process.join(timeout)
+        if self._process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._answers.close()
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")))
+        self._process.join()

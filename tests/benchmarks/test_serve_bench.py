@@ -17,7 +17,7 @@ from vllm_ext.benchmarks.serve_checkpoints import (
     write_checkpoints,
     write_configs,
 )
-from vllm_ext.benchmarks.serve_engine import EngineProcess
+from vllm_ext.benchmarks.serve_engine import EngineProcess, import_vllm_once
 
 from vllm_ext.quantization.checkpoint import Checkpoint
 from vllm_ext.quantization.layouts import find_experts
@@ -171,10 +171,11 @@ def test_kv_cache_holds_the_largest_batch():
 
 
 @pytest.mark.vllm
-def test_engine_that_does_not_start_says_why(tmp_path):
+def test_engine_that_does_not_start_says_why(tmp_path, monkeypatch):
     pytest.importorskip("vllm")
     spec = {"model": str(tmp_path / "nothing"), "options": {}, "vocabulary": 256}
-    engine = EngineProcess("lost, arm", spec, tmp_path, {"HF_HUB_OFFLINE": "1"})
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    engine = EngineProcess(import_vllm_once(), "lost, arm", spec, tmp_path, {})
     try:
         with pytest.raises(RuntimeError, match=r"bench serve: the engine 'lost, arm': .*Error"):
             engine.answer(120)
