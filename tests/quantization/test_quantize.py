@@ -243,15 +243,18 @@ def test_more_rows_than_a_block_and_strided_input_are_the_same():
     assert torch.equal(strided.packed, whole.packed)
 
 
+@pytest.mark.parametrize("columns", [256, 300])
+@pytest.mark.parametrize("method", ["minmax", "hqq"])
 @pytest.mark.parametrize(("zero_point", "symmetric"), KINDS)
-def test_the_form_for_gpus_finds_the_same_codes(zero_point, symmetric, monkeypatch):
-    """Codes are counted in FP32 there. Groups whose gain lies within rounding may keep the other of two fits."""
-    weight = weights(64, 256)
-    here = quantize_weight(weight, 64, zero_point=zero_point, symmetric=symmetric)
-    monkeypatch.setattr(fit, "search_codes", fit.round_codes)
-    there = quantize_weight(weight, 64, zero_point=zero_point, symmetric=symmetric)
-    same = (unpack_nibbles(here.packed, 256) == unpack_nibbles(there.packed, 256)).float().mean()
-    assert same > 0.99
+def test_the_form_for_gpus_finds_the_same_codes(zero_point, symmetric, method, columns, monkeypatch):
+    """Codes are FP32 there, sums products with ones. Groups whose gain lies within rounding may keep another fit."""
+    weight = weights(64, columns)
+    options = {"zero_point": zero_point, "symmetric": symmetric, "method": method}
+    here = quantize_weight(weight, 64, **options)
+    monkeypatch.setattr(fit, "on_gpu", lambda values: True)
+    there = quantize_weight(weight, 64, **options)
+    same = (here.codes() == there.codes()).float().mean()
+    assert same == 1 if method == "minmax" else same > 0.999
     torch.testing.assert_close(
         error(here, weight).square().sum(), error(there, weight).square().sum(), rtol=1e-3, atol=0.0
     )
@@ -296,6 +299,16 @@ def test_quantized_weight_pickles_and_checks_its_shapes():
         QuantizedWeight(got.packed.int(), got.scale, got.zero_point, 32, got.shape)
 
 
+def test_the_weight_is_not_written_to():
+    """The search works in place, on a copy; FP32 weights need none for their dtype."""
+    weight = weights(8, 100, dtype=torch.float32)
+    before = weight.clone()
+    for method in ("minmax", "hqq"):
+        for zero_point, symmetric in KINDS:
+            quantize_weight(weight, 32, zero_point=zero_point, symmetric=symmetric, method=method)
+            assert torch.equal(weight, before)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_gpu_and_cpu_agree():
@@ -306,3 +319,26 @@ def test_gpu_and_cpu_agree():
     torch.testing.assert_close(
         gpu.to("cpu").dequantize(torch.float32), cpu.dequantize(torch.float32), rtol=0, atol=0.02
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize(("zero_point", "symmetric"), KINDS)
+def test_a_gpu_stores_the_same_bytes_however_experts_are_batched(zero_point, symmetric, group):
+    """Sums there are matrix-vector products, whose kernel may depend on the number of rows and, were it a matrix
+    product, on whether TF32 is allowed: an expert's bytes may not."""
+    weight = weights(16, 512, 1024).cuda()
+    options = {"zero_point": zero_point, "symmetric": symmetric}
+    whole = quantize_weight(weight, group, **options)
+    precision = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        parts = [quantize_weight(expert, group, **options) for expert in weight]
+        rows = quantize_weight(weight[3, :8], group, **options)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    for expert, part in enumerate(parts):
+        assert torch.equal(whole.packed[expert], part.packed)
+        assert torch.equal(whole.scale[expert], part.scale)
+    assert torch.equal(whole.packed[3, :8], rows.packed)

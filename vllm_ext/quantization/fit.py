@@ -71,107 +71,174 @@ def constant_grid(low: torch.Tensor, high: torch.Tensor, grid: Grid, kind: str |
     return Grid(scale, torch.where(constant, (low < 0).float(), grid.zero))
 
 
+def on_gpu(values: torch.Tensor) -> bool:
+    """Whether to use the forms made for a GPU, where each pass over memory counts. They find the same codes."""
+    return values.is_cuda
+
+
 def steps(groups: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """The weights in units of the scale and relative to code 0, FP32 [R, G, g]: codes before rounding."""
-    return torch.addcmul(grid.zero[..., None], groups, grid.scale.reciprocal()[..., None])
+    """The weights in units of the scale and relative to code 0: codes before rounding. Overwrites `groups`, FP32."""
+    return torch.addcmul(grid.zero[..., None], groups, grid.scale.reciprocal()[..., None], out=groups)
 
 
-def round_codes(values: torch.Tensor) -> torch.Tensor:
-    """Codes nearest to `values`, FP32."""
-    return values.round().clamp_(0, TOP)
+def round_codes(values: torch.Tensor, lowest: int = 0) -> torch.Tensor:
+    """The nearest of the 16 codes from `lowest` on, FP32."""
+    highest = lowest + TOP
+    if on_gpu(values):
+        # Rounds and clamps in one kernel, ties to even as the other form does.
+        return torch.fake_quantize_per_tensor_affine(values, 1.0, 0, lowest, highest)
+    return values.round().clamp_(lowest, highest)
 
 
-def search_codes(values: torch.Tensor) -> torch.Tensor:
+def search_codes(values: torch.Tensor, lowest: int = 0) -> torch.Tensor:
     """Codes to take moments of: bytes where a core's cache bounds the search, FP32 on a GPU, where sums over bytes take
     more than twice as long and each conversion is one more pass over memory."""
-    codes = round_codes(values)
-    return codes.to(torch.uint8) if values.device.type == "cpu" else codes
+    codes = round_codes(values, lowest)
+    return codes if on_gpu(values) else codes.to(torch.int8 if lowest else torch.uint8)
+
+
+def total(values: torch.Tensor) -> torch.Tensor:
+    """The sum of each group [R, G, g], FP32 [R, G]."""
+    if on_gpu(values):
+        # A product with ones: at 64 a group it takes 0.6 of the time of sum's kernel, which is made for longer rows.
+        ones = torch.ones(values.shape[-1], device=values.device)
+        return torch.mv(values.flatten(0, 1), ones).view(values.shape[:-1])
+    return values.sum(-1, dtype=torch.float32)
+
+
+def total_square(values: torch.Tensor) -> torch.Tensor:
+    """The sum of squares of each group [R, G, g], FP32 [R, G]."""
+    if values.is_floating_point():
+        return torch.linalg.vector_norm(values, dim=-1).square_()
+    # 15 * 15 fits in uint8 and 8 * 8 in int8, so the squares are summed without a wider copy.
+    return (values * values).sum(-1, dtype=torch.float32)
+
+
+def choose(first: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The groups of `one` where `first` [R, G] holds, else those of `other`; codes [R, G, g] of one dtype."""
+    wide = torch.complex128 if one.is_floating_point() else torch.int64
+    if one.shape[-1] * one.element_size() % wide.itemsize:
+        return torch.where(first[..., None], one, other)
+    # Several codes at a time: where's kernel spends its time on finding each element's condition.
+    return torch.where(first[..., None], one.view(wide), other.view(wide)).view(one.dtype)
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over each group of the weights t, in units of a reference grid, and of their codes q; all FP32 [R, G]."""
+    """Sums over each group of the weights t, in units of the grid `unit`, and of their codes q; all FP32 [R, G]."""
 
     count: int
+    unit: Grid
     t: torch.Tensor
     tt: torch.Tensor
     q: torch.Tensor
     qq: torch.Tensor
     tq: torch.Tensor
 
-    @classmethod
-    def of(cls, t: torch.Tensor, t_sum: torch.Tensor, t_square: torch.Tensor, codes: torch.Tensor) -> Moments:
-        """The moments of `codes`, uint8 or FP32 [R, G, g], and `t` FP32 [R, G, g]; `t_sum` and `t_square` are t's."""
-        if codes.dtype == torch.uint8:
-            # 15 * 15 fits in uint8, so the squares are summed without a wider copy.
-            squares = (codes * codes).sum(-1, dtype=torch.float32)
+    def gain_scale(self, zero: torch.Tensor, kind: str) -> torch.Tensor:
+        """The scale that keeps a group's gain, for given codes: sum w * value = sum w * w.
+
+        The error is then uncorrelated with the weights, as rounding's is. Least squares makes it uncorrelated with the
+        codes' values instead: each group shrinks by its relative squared error, all of them in the same direction,
+        which costs more loss than its lower error saves. With a float zero point both sums are taken about the means;
+        otherwise about `zero`, which stays.
+        """
+        if kind == "float":
+            same = torch.addcmul(self.tt, self.t, self.t, value=-1 / self.count)
+            cross = torch.addcmul(self.tq, self.t, self.q, value=-1 / self.count)
         else:
-            squares = torch.linalg.vector_norm(codes, dim=-1).square()
-        return cls(t.shape[-1], t_sum, t_square, codes.sum(-1, dtype=torch.float32), squares, (t * codes).sum(-1))
+            own = self.unit.zero
+            same = torch.addcmul(self.tt, own, (own * self.count).sub_(self.t, alpha=2))
+            cross = torch.addcmul(self.tq, zero, self.t, value=-1)
+            cross.addcmul_(own, torch.sub(self.q, zero, alpha=self.count), value=-1)
+        return torch.where(cross > 0, same / cross, 1.0).mul_(self.unit.scale)
 
-    def excess(self, reference: Grid, grid: Grid) -> torch.Tensor:
-        """Squared error of `grid`, in units of the reference, less the sum of t^2, which all candidates share."""
-        slope = grid.scale / reference.scale
-        shift = reference.zero - slope * grid.zero
-        square = slope * slope * self.qq + self.count * shift * shift + 2 * slope * shift * self.q
-        return square - 2 * slope * self.tq - 2 * shift * self.t
+    def mean_zero(self, scale: torch.Tensor, store: torch.dtype) -> torch.Tensor:
+        """The float zero point that keeps each group's mean, which is also the one of least squared error."""
+        mean = torch.sub(self.t, self.unit.zero, alpha=self.count)
+        total = torch.addcmul(self.q, mean, self.unit.scale / scale, value=-1)
+        return round_zero(total.div_(self.count), "float", store)
 
-
-def refit(m: Moments, reference: Grid, zero: torch.Tensor, kind: str | None, store: torch.dtype) -> Grid:
-    """The grid that keeps a group's mean and its gain, for given codes: sum w * value = sum w * w about the zero.
-
-    The error is then uncorrelated with the weights, as rounding's is. Least squares makes it uncorrelated with the
-    codes' values instead: each group shrinks by its relative squared error, all of them in the same direction, which
-    costs more loss than its lower error saves. With a float zero point both sums are taken about the means; otherwise
-    about `zero`, which stays.
-    """
-    if kind == "float":
-        same, cross = m.tt - m.t * m.t / m.count, m.tq - m.t * m.q / m.count
-    else:
-        same = m.tt - 2 * reference.zero * m.t + m.count * reference.zero**2
-        cross = m.tq - zero * m.t - reference.zero * (m.q - m.count * zero)
-    slope = torch.where((cross > 0) & (same > 0), same / cross, 1.0)
-    grid = Grid(round_scale(slope * reference.scale, store), zero)
-    return recentre(m, reference, grid, store) if kind == "float" else grid
-
-
-def recentre(m: Moments, reference: Grid, grid: Grid, store: torch.dtype) -> Grid:
-    """`grid` with the float zero point that keeps each group's mean, which is also the one of least squared error."""
-    mean = (m.t - m.count * reference.zero) * (reference.scale / grid.scale)
-    return Grid(grid.scale, round_zero((m.q - mean) / m.count, "float", store))
-
-
-def narrowed(m: Moments, reference: Grid, grid: Grid, kind: str | None, store: torch.dtype) -> Grid:
-    """`grid` with its scale times `NARROW`, about the group's mean (float zero point) or about the zero."""
-    grid = Grid(round_scale(grid.scale * NARROW, store), grid.zero)
-    return recentre(m, reference, grid, store) if kind == "float" else grid
+    def excess(self, grid: Grid) -> torch.Tensor:
+        """Squared error of `grid`, in squares of the unit's scale, less the sum of t^2, which all candidates share."""
+        slope = grid.scale / self.unit.scale
+        shift = torch.addcmul(self.unit.zero, slope, grid.zero, value=-1)
+        # A code stands for slope * q + shift: its square less twice its product with t.
+        codes = (slope * self.qq).sub_(torch.addcmul(self.tq, shift, self.q, value=-1), alpha=2)
+        return torch.addcmul(slope * codes, shift, (shift * self.count).sub_(self.t, alpha=2))
 
 
 def fit(
     groups: torch.Tensor, low: torch.Tensor, high: torch.Tensor, kind: str | None, method: str, store: torch.dtype
 ) -> tuple[torch.Tensor, Grid]:
-    """Codes uint8 [R, G, g] and the grid of `groups`, whose least and greatest values are `low` and `high`.
+    """Codes uint8 [R, G, g] and the grid of `groups`, FP32, whose least and greatest values are `low` and `high`.
 
-    "hqq" alternates, as half-quadratic quantisation does, between codes for a grid and a grid for codes: once over the
-    whole range and once over a narrower one, which clips a few outliers and serves all others with finer steps.
-    Groups whose squared error that does not lower keep their "minmax" codes and scale, so it is never above it.
+    Overwrites `groups`.
     """
     plain = constant_grid(low, high, minmax_grid(low, high, kind, store), kind, store)
-    t = steps(groups, plain)
     if method == "minmax":
-        return round_codes(t).to(torch.uint8), plain
+        return round_codes(steps(groups, plain)).to(torch.uint8), plain
+    if kind is None:
+        return search_symmetric(groups, plain, store)
+    return search(steps(groups, plain), plain, kind, store)
+
+
+def search(t: torch.Tensor, plain: Grid, kind: str, store: torch.dtype) -> tuple[torch.Tensor, Grid]:
+    """Codes and a grid of no higher error than `plain`'s, for weights `t` in its units.
+
+    Alternates, as half-quadratic quantisation does, between codes for a grid and a grid for codes: once over the whole
+    range and once over a narrower one, which clips a few outliers and serves all others with finer steps. Groups whose
+    squared error that does not lower keep their plain codes and scale.
+    """
+    t_sum, t_square = total(t), total_square(t)
+
+    def moments(codes: torch.Tensor) -> Moments:
+        return Moments(t.shape[-1], plain, t_sum, t_square, total(codes), total_square(codes), total(t * codes))
+
     codes = search_codes(t)
-    t_sum = t.sum(-1)
-    t_square = torch.linalg.vector_norm(t, dim=-1).square()
-    first = Moments.of(t, t_sum, t_square, codes)
-    grid = narrowed(first, plain, refit(first, plain, plain.zero, kind, store), kind, store)
-    ratio = plain.scale / grid.scale
-    shift = grid.zero - plain.zero * ratio
+    first = moments(codes)
+    scale = narrowed(first.gain_scale(plain.zero, kind), store)
+    zero = first.mean_zero(scale, store) if kind == "float" else plain.zero
+    ratio = plain.scale / scale
+    shift = torch.addcmul(zero, plain.zero, ratio, value=-1)
     found = search_codes(torch.addcmul(shift[..., None], t, ratio[..., None]))
-    last = Moments.of(t, t_sum, t_square, found)
-    grid = refit(last, plain, grid.zero, kind, store)
-    # The sums are FP32 and cancel: a gain within their rounding is none.
-    better = last.excess(plain, grid) < first.excess(plain, plain) - ROUNDING * t_square
-    codes = torch.where(better[..., None], found, codes).to(torch.uint8)
-    kept = recentre(first, plain, plain, store).zero if kind == "float" else plain.zero
-    return codes, Grid(torch.where(better, grid.scale, plain.scale), torch.where(better, grid.zero, kept))
+    last = moments(found)
+    scale = round_scale(last.gain_scale(zero, kind), store)
+    zero = last.mean_zero(scale, store) if kind == "float" else zero
+    # `first.excess(plain)`, whose slope is one and whose shift is none.
+    plain_excess = torch.sub(first.qq, first.tq, alpha=2)
+    better = is_better(last.excess(Grid(scale, zero)), plain_excess, t_square)
+    kept = first.mean_zero(plain.scale, store) if kind == "float" else plain.zero
+    codes = choose(better, found, codes).to(torch.uint8)
+    return codes, Grid(torch.where(better, scale, plain.scale), torch.where(better, zero, kept))
+
+
+def search_symmetric(groups: torch.Tensor, plain: Grid, store: torch.dtype) -> tuple[torch.Tensor, Grid]:
+    """As `search`, for grids whose zero is code 8: counted from there, no sums but those of products are needed.
+
+    Overwrites `groups`.
+    """
+    t = groups.mul_(plain.scale.reciprocal()[..., None])
+    t_square = total_square(t)
+    codes = search_codes(t, -SYMMETRIC_ZERO)
+    first_product, first_square = total(t * codes), total_square(codes)
+    scale = narrowed(torch.where(first_product > 0, t_square / first_product, 1.0).mul_(plain.scale), store)
+    found = search_codes(t * (plain.scale / scale)[..., None], -SYMMETRIC_ZERO)
+    product, square = total(t * found), total_square(found)
+    scale = round_scale(torch.where(product > 0, t_square / product, 1.0).mul_(plain.scale), store)
+    slope = scale / plain.scale
+    excess = (slope * square).sub_(product, alpha=2).mul_(slope)
+    better = is_better(excess, first_square.sub_(first_product, alpha=2), t_square)
+    codes = choose(better, found, codes).to(torch.int8).add_(SYMMETRIC_ZERO).view(torch.uint8)
+    return codes, Grid(torch.where(better, scale, plain.scale), plain.zero)
+
+
+def narrowed(scale: torch.Tensor, store: torch.dtype) -> torch.Tensor:
+    """`scale` times `NARROW`, as it is stored."""
+    return round_scale(round_scale(scale, store) * NARROW, store)
+
+
+def is_better(excess: torch.Tensor, plain_excess: torch.Tensor, t_square: torch.Tensor) -> torch.Tensor:
+    """Where a squared error is below that of plain rounding: their sums are FP32 and cancel, and a gain within their
+    rounding is none."""
+    return excess < torch.sub(plain_excess, t_square, alpha=ROUNDING)
