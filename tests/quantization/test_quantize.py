@@ -299,6 +299,22 @@ def test_quantized_weight_pickles_and_checks_its_shapes():
         QuantizedWeight(got.packed.int(), got.scale, got.zero_point, 32, got.shape)
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_default_dtype_does_not_matter(gpu, monkeypatch):
+    """vLLM quantises at load while torch's default dtype is the model's."""
+    monkeypatch.setattr(fit, "on_gpu", lambda values: gpu)
+    weight = weights(16, 128)
+    expected = [quantize_weight(weight, 64, zero_point=kind, symmetric=symmetric) for kind, symmetric in KINDS]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = [quantize_weight(weight, 64, zero_point=kind, symmetric=symmetric) for kind, symmetric in KINDS]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.packed, other.packed)
+        assert torch.equal(one.scale, other.scale)
+
+
 def test_the_weight_is_not_written_to():
     """The search works in place, on a copy; FP32 weights need none for their dtype."""
     weight = weights(8, 100, dtype=torch.float32)
