@@ -6,6 +6,7 @@ The server starts from a fresh interpreter, so a CUDA context of the caller is n
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import time
@@ -31,18 +32,23 @@ def context(environment: dict[str, str]) -> ForkServerContext:
 
 
 def start(
-    server: ForkServerContext, function: Callable[..., None], arguments: tuple[object, ...], log: Path
+    server: ForkServerContext,
+    function: Callable[..., None],
+    arguments: tuple[object, ...],
+    log: Path,
+    patience: float = 45,
 ) -> ForkServerProcess:
-    """Run `function(*arguments)` in a process whose output goes to `log`."""
-    process = server.Process(target=_logged, args=(function, arguments, log))
+    """Run `function(*arguments)` in a process whose output goes to `log`; after `patience` seconds, its stacks too."""
+    process = server.Process(target=_logged, args=(function, arguments, log, patience))
     process.start()
     return process
 
 
-def _logged(function: Callable[..., None], arguments: tuple[object, ...], log: Path) -> None:
+def _logged(function: Callable[..., None], arguments: tuple[object, ...], log: Path, patience: float) -> None:
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.dump_traceback_later(patience)
     inspect_models_in_process()
     function(*arguments)
 

@@ -95,8 +95,8 @@ def run_engines(jobs: dict[str, tuple[Path, dict[str, Any]]], folder: Path, time
     """Start every engine at once, each in a process of its own; a failed one answers {"error": its last lines}."""
     server = engine_processes.context({"VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1"})
     started = {}
-    for index, (name, (model, options)) in enumerate(jobs.items()):
-        log, result = folder / f"{index}.log", folder / f"{index}.json"
+    for name, (model, options) in jobs.items():
+        log, result = folder / f"{name}.log", folder / f"{name}.json"
         process = engine_processes.start(server, child, (str(model), options, result), log)
         started[name] = (process, log, result)
     deadline = time.monotonic() + timeout
@@ -127,18 +127,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compiled", action="store_true", help="torch.compile and CUDA graphs instead of eager")
     parser.add_argument("--out", type=Path, help="also write the result, with the machine's description, here")
-    parser.add_argument("--timeout", type=float, default=240, help="seconds for all engines together")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds for the engines of one kind together")
     args = parser.parse_args()
     eager = {"enforce_eager": not args.compiled}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         models = write_checkpoints(folder)
-        jobs: dict[str, tuple[Path, dict[str, Any]]] = {"stock, bf16": (models["bf16"], eager)}
+        answers = run_engines({"stock, bf16": (models["bf16"], eager)}, folder, args.timeout)
         for kind in KINDS:
-            jobs[f"stock, {kind}"] = (models[f"{kind}, exported"], eager)
-            jobs[f"dequantised, {kind}"] = (models[f"{kind}, dequantised"], eager)
-            jobs[f"w4a16, {kind}"] = (models[f"{kind}, exported"], {**eager, "quantization": "w4a16-grouped"})
-        answers = run_engines(jobs, folder, args.timeout)
+            jobs: dict[str, tuple[Path, dict[str, Any]]] = {
+                f"stock, {kind}": (models[f"{kind}, exported"], eager),
+                f"dequantised, {kind}": (models[f"{kind}, dequantised"], eager),
+                f"w4a16, {kind}": (models[f"{kind}, exported"], {**eager, "quantization": "w4a16-grouped"}),
+            }
+            answers |= run_engines(jobs, folder, args.timeout)
+            print(
+                json.dumps({name: compare(answer, answers[f"dequantised, {kind}"]) for name, answer in answers.items()})
+            )
     pairs = {}
     for kind in KINDS:
         for one in ("stock", "w4a16"):

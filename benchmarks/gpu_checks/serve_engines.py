@@ -3,25 +3,29 @@
     python benchmarks/gpu_checks/serve_engines.py features [--out FILE]     # one GPU
     python benchmarks/gpu_checks/serve_engines.py parallel [--ray] [--out FILE]     # two GPUs
 
-Tiny random models, quantised at load. All engines start side by side, each in processes of its own, which takes about a
-minute and a half. An engine's prompt log-probabilities are compared with those of the plain engine of its model; its
-greedy tokens too, up to the first that hung on a small margin. The last line printed is JSON; exit status 0 when every
-engine agrees. The plugin must be installed, or its entry points be on the path: workers register it themselves.
+Tiny random models, quantised at load. Engines run side by side, --at-once of them, each in processes of its own. An
+engine's prompt log-probabilities are compared with those of the plain engine of its model; its greedy tokens too, up to
+the first that hung on a small margin. FILE is written after every engine. The last line printed is JSON; exit status 0
+when every engine agrees. The plugin must be installed, or its entry points be on the path: workers register it
+themselves.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import engine_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (1, 5, 63, 64, 65, 130, 300, 700)
@@ -34,13 +38,14 @@ TWO = {"tensor_parallel_size": 2}
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine: its model, vLLM's options, what is done to it before it is asked, and the engine it must equal."""
+    """One engine: its model, vLLM's options, what is done to it before it is asked, the engine it must equal, and what
+    its log must say."""
 
     model: str
     options: dict[str, Any] = field(default_factory=dict)
     action: str | None = None
     like: str | None = None
-    environment: dict[str, str] = field(default_factory=dict)
+    says: str = ""
 
 
 # 704 is DiffusionGemma's and Gemma 4's size: 352 a rank, in groups of 64 that no longer divide it.
@@ -69,20 +74,23 @@ FEATURES = {
     "hybrid": Engine("hybrid", EAGER),
     "hybrid, shared expert overlapped, graphs": Engine("hybrid", like="hybrid"),
 }
+EP2 = {**TWO, "enable_expert_parallel": True}
+# In the order of what is to be known first: fewer may fit into the time.
 PARALLEL = {
     "one rank": Engine("qwen3", EAGER),
     "TP2": Engine("qwen3", {**EAGER, **TWO}, like="one rank"),
-    "TP2, graphs": Engine("qwen3", TWO, like="one rank"),
-    "EP2": Engine("qwen3", {**EAGER, **TWO, "enable_expert_parallel": True}, like="one rank"),
-    "EP2, EPLB": Engine("qwen3", {**EAGER, **EPLB}, "ask twice", "one rank"),
+    "EP2": Engine("qwen3", {**EAGER, **EP2}, like="one rank"),
     "DP2": Engine("qwen3", {**EAGER, "data_parallel_size": 2}, like="one rank"),
+    "Ray, TP2": Engine("qwen3", {**EAGER, **TWO, "distributed_executor_backend": "ray"}, like="one rank"),
+    "EP2, EPLB": Engine("qwen3", {**EAGER, **EPLB}, "ask twice", "one rank", says="Rearranged experts"),
     "DP2, EP2": Engine("qwen3", {**EAGER, "data_parallel_size": 2, "enable_expert_parallel": True}, like="one rank"),
+    "TP2, graphs": Engine("qwen3", TWO, like="one rank"),
     "Gemma 4, one rank": Engine("gemma4", EAGER),
     "Gemma 4, TP2": Engine("gemma4", {**EAGER, **TWO}, like="Gemma 4, one rank"),
     "hybrid, one rank": Engine("hybrid", EAGER),
-    "hybrid, TP2, ha_npu, graphs": Engine("hybrid", {**TWO, "attention_backend": "ha_npu"}, like="hybrid, one rank"),
+    "hybrid, TP2, ha_npu": Engine("hybrid", {**EAGER, **TWO, "attention_backend": "ha_npu"}, like="hybrid, one rank"),
+    "EP2, graphs": Engine("qwen3", EP2, like="one rank"),
 }
-RAY = {"Ray, TP2": Engine("qwen3", {**EAGER, **TWO, "distributed_executor_backend": "ray"}, like="one rank")}
 
 
 def prompts() -> list[dict[str, list[int]]]:
@@ -130,6 +138,9 @@ def sampling(**changed: Any) -> Any:
 
 def ask(engine: Engine, model: str) -> Answer:
     """Start the engine in this process, do its action, and ask it."""
+    from vllm_ext.plugin import register
+
+    register()
     from vllm import LLM
 
     if "data_parallel_size" in engine.options:
@@ -171,53 +182,82 @@ async def ask_async(engine: Engine, model: str) -> Answer:
     return answer_of(outputs)
 
 
-def start(name: str, index: int, plan: str, models: dict[str, str], engine: Engine, folder: Path) -> Any:
-    """The engine's process and its log."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CACHE_ROOT": str(folder / f"cache{index}"),
-        # Multicast is switched off where GPUs are shared with others; vLLM must not ask for it by itself.
-        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-        "NCCL_NVLS_ENABLE": "0",
-        **engine.environment,
-    }
-    log = (folder / f"{index}.log").open("w")
-    command = [sys.executable, __file__, plan, "--child", name, models[engine.model], str(folder / f"{index}.json")]
-    return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+def child(engine: Engine, model: str, result: Path) -> None:
+    """One engine's process: its answer, as JSON."""
+    os.setsid()
+    os.environ["VLLM_CACHE_ROOT"] = str(result.with_suffix(""))
+    sys.path.insert(0, str(ROOT))
+    result.write_text(json.dumps(ask(engine, model)))
 
 
-def run(plan: str, engines: dict[str, Engine], folder: Path, timeout: float) -> dict[str, Answer]:
-    """Answers by engine; one that fails or runs out of time answers {"error": the end of its log}."""
-    import signal
+# Multicast is switched off where GPUs are shared with others; vLLM must not ask for it by itself.
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0"}
 
+
+@dataclass
+class Running:
+    """An engine that has not answered yet."""
+
+    process: Any
+    log: Path
+    result: Path
+    begin: float = field(default_factory=time.monotonic)
+
+    def answer(self, wanted: str, deadline: float) -> Answer | None:
+        """The engine's answer once its process has ended or is past `deadline`, and killed then; None before."""
+        if self.process.is_alive() and time.monotonic() < deadline:
+            return None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.join()
+        text = self.log.read_text(errors="replace")
+        if not self.result.exists():
+            telling = [line[-300:] for line in text.splitlines() if "Error" in line]
+            return {"error": "\n".join([*telling[-4:], text[-700:]])}
+        found: Answer = json.loads(self.result.read_text())
+        return found if wanted in text else {"error": f"its log does not say {wanted!r}"}
+
+
+def write_models(engines: dict[str, Engine], folder: Path) -> dict[str, str]:
+    """The models that `engines` serve, by key."""
     sys.path.insert(0, str(ROOT / "examples"))
     from tiny_models import write_tiny_model
 
-    used = {engine.model for engine in engines.values()}
     models = {}
-    for key in used:
+    for key in {engine.model for engine in engines.values()}:
         kind, fields = MODELS[key]
         layers = {"num_hidden_layers": 4 if key == "hybrid" else 2}
         models[key] = str(write_tiny_model(kind, folder / key, **layers, **fields))
-    started = {name: start(name, i, plan, models, engine, folder) for i, (name, engine) in enumerate(engines.items())}
-    deadline = time.monotonic() + timeout
-    answers: dict[str, Answer] = {}
-    for index, (name, process) in enumerate(started.items()):
-        try:
-            process.wait(max(1.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        result, text = folder / f"{index}.json", (folder / f"{index}.log").read_text(errors="replace")
-        telling = [line[-300:] for line in text.splitlines() if "Error" in line]
-        failed = {"error": "\n".join([*telling[-4:], text[-700:]])}
-        answers[name] = json.loads(result.read_text()) if result.exists() else failed
-        print(f"{name}: {'failed' if 'error' in answers[name] else 'answered'}", flush=True)
-    return answers
+    return models
+
+
+def run(engines: dict[str, Engine], folder: Path, args: argparse.Namespace, record: Any) -> None:
+    """Run the engines in order, at most --at-once side by side; `record` is called with all answers after each.
+
+    One that fails or runs out of time answers {"error": the end of its log}.
+    """
+    begin = time.monotonic()
+    server = engine_processes.context(ENVIRONMENT)
+    models = write_models(engines, folder)
+    waiting, running, answers = list(engines), dict[str, Running](), dict[str, Answer]()
+    while waiting or running:
+        while waiting and len(running) < args.at_once:
+            name = waiting.pop(0)
+            log, result = folder / f"{len(answers) + len(running)}.log", folder / f"{name.replace(' ', '_')}.json"
+            process = engine_processes.start(server, child, (engines[name], models[engines[name].model], result), log)
+            running[name] = Running(process, log, result)
+        for name, one in list(running.items()):
+            deadline = min(begin + args.timeout, one.begin + args.each)
+            if (answer := one.answer(engines[name].says, deadline)) is None:
+                continue
+            del running[name]
+            answers[name] = answer
+            word = f"failed: {answer['error'][:300]}" if "error" in answer else "answered"
+            print(f"{time.monotonic() - begin:.0f} s: {name}: {word}", flush=True)
+            record(answers)
+        if time.monotonic() > begin + args.timeout:
+            waiting.clear()
+        time.sleep(0.1)
 
 
 def compare(expected: Answer, answer: Answer) -> Answer:
@@ -240,32 +280,32 @@ def main() -> int:
     parser.add_argument("plan", choices=("features", "parallel"))
     parser.add_argument("--ray", action="store_true", help="also over Ray")
     parser.add_argument("--only", nargs="+", help="names of engines")
+    parser.add_argument("--at-once", type=int, default=6, help="engines side by side")
+    parser.add_argument("--each", type=float, default=90, help="seconds for one engine")
     parser.add_argument("--timeout", type=float, default=170, help="seconds for all engines together")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    engines = {"features": FEATURES, "parallel": {**PARALLEL, **(RAY if args.ray or args.child else {})}}[args.plan]
-    if args.child:
-        name, model, result = args.child
-        Path(result).write_text(json.dumps(ask(engines[name], model)))
-        return 0
-    if args.only:
-        engines = {name: engine for name, engine in engines.items() if name in args.only}
-    begin = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        answers = run(args.plan, engines, Path(folder), args.timeout)
-    pairs = {
-        f"{name} / {engine.like}": compare(answers[engine.like], answers[name])
-        for name, engine in engines.items()
-        if engine.like in answers
-    }
-    result = {"plan": args.plan, "ok": all(pair["ok"] for pair in pairs.values()), "pairs": pairs}
-    result["seconds"] = round(time.monotonic() - begin)
-    if args.out:
-        from vllm_ext.benchmarks.registry import describe_run
+    engines = {"features": FEATURES, "parallel": PARALLEL}[args.plan]
+    wanted = args.only or [name for name in engines if args.ray or "Ray" not in name]
+    engines = {name: engine for name, engine in engines.items() if name in wanted}
+    sys.path.insert(0, str(ROOT))
+    from vllm_ext.benchmarks.registry import describe_run
 
-        args.out.write_text(json.dumps({**result, "run": describe_run()}, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    result: dict[str, Any] = {"plan": args.plan, "ok": False, "pairs": {}, "run": describe_run()}
+    begin = time.monotonic()
+
+    def record(answers: dict[str, Answer]) -> None:
+        pairs = [(name, engine.like) for name, engine in engines.items() if engine.like]
+        known = [(name, like) for name, like in pairs if name in answers and like in answers]
+        result["pairs"] = {f"{name} / {like}": compare(answers[like], answers[name]) for name, like in known}
+        result["ok"] = len(known) == len(pairs) and all(pair["ok"] for pair in result["pairs"].values())
+        result["seconds"] = round(time.monotonic() - begin)
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory() as folder:
+        run(engines, Path(folder), args, record)
+    print(json.dumps({key: value for key, value in result.items() if key != "run"}))
     return 0 if result["ok"] else 1
 
 

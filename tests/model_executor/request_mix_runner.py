@@ -130,11 +130,11 @@ class Mixes:
 
     def __init__(self, kind: str, folder: Path, tolerances: str = "", **options: Any) -> None:
         """options: of every engine; tolerances: the key of those to use, the kind itself by default."""
-        from vllm_ext.benchmarks import request_mixes as rm
+        from vllm_ext.benchmarks import request_mix_comparison as comparing
 
         tolerances = tolerances or kind
-        self.tolerance = rm.Tolerance(STATE_TOLERANCES[tolerances], LOG_PROB_TOLERANCE[tolerances])
-        self.comparisons = {name: rm.Comparison() for name in CONFIGURATIONS}
+        self.tolerance = comparing.Tolerance(STATE_TOLERANCES[tolerances], LOG_PROB_TOLERANCE[tolerances])
+        self.comparisons = {name: comparing.Comparison() for name in CONFIGURATIONS}
         self.seen: dict[str, list[Any]] = {name: [] for name in CONFIGURATIONS}
         self.model = write_model(kind, folder)
         safe = write_model(kind, folder, lower_bound=-5.0) if kind == "kda" else self.model
@@ -157,7 +157,7 @@ class Mixes:
 
     def compare(self, name: str, mix: Any) -> list[str]:
         """What is wrong with the mix's answers."""
-        from vllm_ext.benchmarks.request_mixes import Comparison
+        from vllm_ext.benchmarks.request_mix_comparison import Comparison
 
         stock, ours = self.pairs[name]
         known = self.pairs["plain"][0].run(mix) if stock.num_spec else None
@@ -203,19 +203,20 @@ def refusals(mixes: Mixes) -> dict[str, list[str]]:
     """What is wrong with how refused sequences end, by configuration, under asynchronous scheduling (a step that
     continues the failed request is then under way), and with a fallback asked for.
     """
-    from vllm_ext.benchmarks import request_mixes as rm
+    from vllm_ext.benchmarks import request_mix_comparison as comparing
+    from vllm_ext.benchmarks import request_mix_faults as faults
 
-    wrong = {name: rm.check_refusal(mixes.pairs[name][1], mixes.tolerance) for name in ("plain", "prefix")}
+    wrong = {name: faults.check_refusal(mixes.pairs[name][1], mixes.tolerance) for name in ("plain", "prefix")}
     ahead = start(mixes.model, attention_backend="ha_npu", async_scheduling=True, **CONFIGURATIONS["prefix"])
-    wrong["asynchronous"] = rm.check_refusal(ahead, mixes.tolerance)
+    wrong["asynchronous"] = faults.check_refusal(ahead, mixes.tolerance)
     fallback = start(
         mixes.model,
         attention_backend="ha_npu",
         additional_config={"vllm_ext": {"on_kernel_error": "fallback"}},
         **CONFIGURATIONS["plain"],
     )
-    mix, comparison = rm.refused_mix(fallback), rm.Comparison()
-    with rm.wrong_kernel(rm.refuse):
+    mix, comparison = faults.refused_mix(fallback), comparing.Comparison()
+    with faults.wrong_kernel(faults.refuse):
         comparison.add(mixes.pairs["plain"][0].run(mix), fallback.run(mix), mixes.tolerance)
     wrong["fallback"] = comparison.failures
     return wrong
@@ -231,7 +232,8 @@ def one_kind(kind: str, folder: Path, examples: int) -> dict[str, Any]:
         import kda_on_cpu
 
         kda_on_cpu.install()
-    from vllm_ext.benchmarks.request_mixes import situations, wrong_kernels_noticed
+    from vllm_ext.benchmarks.request_mix_faults import wrong_kernels_noticed
+    from vllm_ext.benchmarks.request_mixes import situations
 
     began = time.monotonic()
     mixes = Mixes(kind, folder)
@@ -284,17 +286,19 @@ def interpreted(folder: Path, examples: int) -> dict[str, Any]:
 
 def refuse_in_worker(worker: Any) -> None:
     """Make a worker's kernel refuse sequences of `REFUSED_LENGTH` tokens from now on."""
-    from vllm_ext.benchmarks import request_mixes as rm
+    from vllm_ext.benchmarks import request_mix_faults as faults
 
-    worker.refusal = rm.wrong_kernel(rm.refuse)  # kept, or it would be left at once
+    worker.refusal = faults.wrong_kernel(faults.refuse)  # kept, or it would be left at once
     worker.refusal.__enter__()
 
 
 def tensor_parallel(folder: Path, examples: int) -> dict[str, Any]:
     """Two ranks, with prefix caching: tokens of stock and ha_npu, one engine after the other, and a refusal at last."""
+    from vllm_ext.benchmarks import request_mix_comparison as comparing
+    from vllm_ext.benchmarks import request_mix_faults as faults
     from vllm_ext.benchmarks import request_mixes as rm
 
-    tolerance = rm.Tolerance((), LOG_PROB_TOLERANCE["gdn"])
+    tolerance = comparing.Tolerance((), LOG_PROB_TOLERANCE["gdn"])
     model = write_model("gdn", folder, linear_num_key_heads=2, linear_num_value_heads=4)
     options = {**CONFIGURATIONS["prefix"], "tensor_parallel_size": 2}
     answers: dict[str, list[Any]] = {}
@@ -305,12 +309,12 @@ def tensor_parallel(folder: Path, examples: int) -> dict[str, Any]:
         drawn = [rm.draw_mix(random.Random(seed).randint, block=block, least_budget=block) for seed in range(examples)]
         answers[name] = [engine.run(mix) for mix in drawn]
         if name == "ha_npu":
-            mix, wrong = rm.refused_mix(engine), rm.Comparison()
+            mix, wrong = faults.refused_mix(engine), comparing.Comparison()
             right = engine.run(mix)
             engine.engine.collective_rpc(refuse_in_worker)
-            refused = rm.judge_refusal(right, engine.run(mix), wrong, tolerance)
+            refused = faults.judge_refusal(right, engine.run(mix), wrong, tolerance)
         engine.engine.engine_core.shutdown()
-    comparison = rm.Comparison()
+    comparison = comparing.Comparison()
     for one, other in zip(answers["stock"], answers["ha_npu"], strict=True):
         comparison.add(one, other, tolerance)
     seen = list(zip(drawn, answers["ha_npu"], strict=True))

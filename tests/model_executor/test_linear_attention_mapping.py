@@ -53,6 +53,15 @@ def test_an_unknown_npu_is_not_guessed():
     assert mapping.npu_chip("Ascend9999") is None
 
 
+def test_the_user_s_word_for_an_npu_s_chip_counts_for_the_mapping_as_it_does_for_the_kernels(monkeypatch):
+    named = types.SimpleNamespace(get_device_name=lambda device: "Ascend9999")
+    monkeypatch.setattr(torch, "npu", named, raising=False)
+    npu = types.SimpleNamespace(type="npu")
+    assert mapping.device_chip(npu) is None
+    monkeypatch.setenv("VLLM_EXT_ASCEND_CHIP", "310p3")
+    assert mapping.device_chip(npu).chip.name == "310p3"
+
+
 @pytest.fixture
 def h200(monkeypatch):
     properties = types.SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)

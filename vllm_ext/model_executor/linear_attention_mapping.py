@@ -7,6 +7,7 @@ cores it reports, so one rule schedules ten matrix cores and 132 multiprocessors
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +38,9 @@ def device_chip(device: torch.device) -> DeviceChip | None:
         return gpu_chip(properties.name, properties.multi_processor_count)
     if device.type == "npu":
         npu: Any = getattr(torch, "npu", None)  # torch_npu's
-        return None if npu is None else npu_chip(str(npu.get_device_name(device)))
+        # As for the kernels (`ops.linear_attention.npu.extension.chip_of`), the user may say which chip it is.
+        override = os.environ.get("VLLM_EXT_ASCEND_CHIP")
+        return None if npu is None else npu_chip(override or str(npu.get_device_name(device)))
     return None
 
 
