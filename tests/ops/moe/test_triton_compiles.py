@@ -98,7 +98,7 @@ def test_no_product_is_in_flight_when_its_operand_is_overwritten(scaling: str) -
 
 
 STREAMED = {
-    "few": GemmConfig(8, 64, 4, 12, programs=4),
+    "few": GemmConfig(8, 64, 4, 12, programs=4, split=True),
     "some": GemmConfig(32, 128, 8, 12, programs=2),
 }
 
@@ -120,12 +120,13 @@ def compile_streamed(gemm: GemmConfig, dtype: torch.dtype) -> Any:
         "limit": "fp32",
         "x_stride": "i32",
     }
-    kinds |= dict.fromkeys(("x", "out"), pointer) | dict.fromkeys(("group_sums", "out_sums"), "*fp32")
-    kinds |= dict.fromkeys(("factors", "sorted_slots", "blocks"), "*i32")
+    kinds |= dict.fromkeys(("x", "out"), pointer) | dict.fromkeys(("group_sums", "out_sums", "partials"), "*fp32")
+    kinds |= dict.fromkeys(("factors", "sorted_slots", "blocks", "flags"), "*i32")
     constants = {
         "GATE_UP": False,
         "TOP_K": 1,
         "ACTIVATION": "silu",
+        "SPLIT": gemm.split,
         "SHAPE": stream.kernel_shape(gemm, sizes, dtype, factor_dtype, form, 24),
         "EPILOGUE": (),
         "PRODUCER": stream.producer(gemm),

@@ -18,15 +18,11 @@ import triton
 import triton.language as tl
 
 from vllm_ext.ops.moe.triton.dequant import scale_activations
-from vllm_ext.ops.moe.triton.pdl import dependent_launch, prefetch_tiles, wait_for_previous
+from vllm_ext.ops.moe.triton.pdl import dependent_launch, wait_for_previous
 
 _ONE_LAUNCH_SLOTS = 4096
 _PLACE_SLOTS = 256
 _MAX_CHUNKS = 256
-# While slots are listed, memory idles: the weights that the first GEMM's first programs read are brought to the L2
-# cache, about so many bytes of each of the first blocks' experts.
-_EARLY_BYTES = 256 << 10
-_EARLY_BLOCKS = 48
 
 
 @dataclass(frozen=True)
@@ -39,6 +35,7 @@ class Alignment:
                   blocks needed stands in the last column of the first
     x             [M, K], the activations as the first GEMM reads them
     group_sums    FP32 [M, runs], sums of the activations
+    flags         int32 zeros, for the GEMMs
     """
 
     sorted_slots: torch.Tensor
@@ -46,6 +43,7 @@ class Alignment:
     down_blocks: torch.Tensor
     x: torch.Tensor
     group_sums: torch.Tensor
+    flags: torch.Tensor
 
 
 @triton.jit
@@ -78,6 +76,14 @@ def _write_blocks(blocks, max_blocks, counts, first, count, BINS: tl.constexpr, 
 
 
 @triton.jit
+def _clear_flags(flags, num_flags, num_experts):
+    """Programs 0 to E - 1 clear the flags together."""
+    for base in range(tl.program_id(0) * 32, num_flags, num_experts * 32):
+        place = base + tl.arange(0, 32)
+        tl.store(flags + place, 0, mask=place < num_flags)
+
+
+@triton.jit
 def _load_experts(topk_ids, slot, num_slots, expert_map, num_experts, num_global, HAS_MAP: tl.constexpr):
     ids = tl.load(topk_ids + slot, mask=slot < num_slots, other=-1)
     return local_expert(ids, slot < num_slots, expert_map, num_experts, num_global, HAS_MAP)
@@ -100,7 +106,7 @@ def _prepare_token(x, scaled, group_sums, token, x_stride, p: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_slots", "max_blocks", "other_max_blocks"],
+    do_not_specialize=["num_slots", "max_blocks", "other_max_blocks", "num_flags"],
     do_not_specialize_on_alignment=["topk_ids", "expert_map"],
 )
 def _align_kernel(
@@ -112,10 +118,11 @@ def _align_kernel(
     blocks,
     other_blocks,
     group_sums,
-    words,
+    flags,
     num_slots,
     max_blocks,
     other_max_blocks,
+    num_flags,
     num_experts,
     num_global,
     x_stride,
@@ -125,29 +132,21 @@ def _align_kernel(
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
     TOKEN: tl.constexpr,
-    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs 0 to E - 1 each list one expert's slots and blocks; the others each prepare one token.
-
-    EARLY is (K tiles of the weights to prefetch, words of one, words of an expert, blocks whose experts' to prefetch).
-    """
+    """Programs 0 to E - 1 each list one expert's slots and blocks; the others each prepare one token."""
     wait_for_previous(PDL)
     pid = tl.program_id(0)
     if pid >= num_experts:
         _prepare_token(x, scaled, group_sums, pid - num_experts, x_stride, TOKEN)
     else:
+        _clear_flags(flags, num_flags, num_experts)
         bins = tl.arange(0, BINS)
         slot = tl.arange(0, CHUNK)
         expert = _load_experts(topk_ids, slot, num_slots, expert_map, num_experts, num_global, HAS_MAP)
-        counts = tl.histogram(tl.where(expert < 0, BINS - 1, expert), BINS)
-        counts = tl.where(bins < num_experts, counts, 0)
+        counts = tl.histogram(expert, BINS, mask=expert >= 0)
         count = tl.sum(tl.where(bins == pid, counts, 0))
         first = tl.sum(tl.where(bins < pid, counts, 0))
-        if EARLY[0] > 0:
-            before = tl.sum(tl.where(bins < pid, (counts + BLOCK_TOKENS - 1) // BLOCK_TOKENS, 0))
-            if (count > 0) & (before < EARLY[3]):
-                prefetch_tiles(words + pid.to(tl.int64) * EARLY[2], EARLY[1], EARLY[1] * 2, EARLY[0])
         _write_blocks(blocks, max_blocks, counts, first, count, BINS, BLOCK_TOKENS)
         if OTHER_BLOCK_TOKENS != BLOCK_TOKENS:
             _write_blocks(other_blocks, other_max_blocks, counts, first, count, BINS, OTHER_BLOCK_TOKENS)
@@ -189,19 +188,21 @@ def _count_kernel(
         for base in range(pid * chunk_slots, pid * chunk_slots + chunk_slots, STEP):
             slot = base + tl.arange(0, STEP)
             expert = _load_experts(topk_ids, slot, num_slots, expert_map, num_experts, num_global, HAS_MAP)
-            total += tl.histogram(tl.where(expert < 0, BINS - 1, expert), BINS)
+            total += tl.histogram(expert, BINS, mask=expert >= 0)
         tl.store(counts + pid * BINS + tl.arange(0, BINS), total)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "max_blocks", "other_max_blocks"])
+@triton.jit(do_not_specialize=["num_chunks", "max_blocks", "other_max_blocks", "num_flags"])
 def _offset_kernel(
     counts,
     offsets,
     blocks,
     other_blocks,
+    flags,
     num_chunks,
     max_blocks,
     other_max_blocks,
+    num_flags,
     num_experts,
     BLOCK_TOKENS: tl.constexpr,
     OTHER_BLOCK_TOKENS: tl.constexpr,
@@ -212,6 +213,7 @@ def _offset_kernel(
     """One expert a program: offsets [chunks, BINS], the place of its first slot in each chunk; and its blocks."""
     wait_for_previous(PDL)
     pid = tl.program_id(0)
+    _clear_flags(flags, num_flags, num_experts)
     bins = tl.arange(0, BINS)
     totals = tl.zeros([BINS], tl.int32)
     for base in range(0, num_chunks, 32):
@@ -284,12 +286,11 @@ def align(
     block_tokens: tuple[int, int],
     form: TokenForm,
     one_launch_slots: int = _ONE_LAUNCH_SLOTS,
-    words: torch.Tensor | None = None,
+    num_flags: int = 0,
 ) -> Alignment:
     """Group the slots of topk_ids [M, top_k] by expert and bring x [M, K] into the first GEMM's form.
 
-    `block_tokens` is the size of the first and of the second GEMM's blocks; `words` [E, k_tiles, rows, plane] the first
-    GEMM's weights, some of which are prefetched where the device can.
+    `block_tokens` is the size of the first and of the second GEMM's blocks.
     """
     num_tokens, columns = x.shape
     num_slots = topk_ids.numel()
@@ -297,31 +298,28 @@ def align(
     limits = [max_blocks(num_slots, num_experts, size) for size in block_tokens]
     # Every part starts at a multiple of 16 bytes, so that one compiled kernel serves all sizes.
     table = -(-num_slots // 4) * 4
-    ints = torch.empty(table + 4 * sum(limits), dtype=torch.int32, device=x.device)
+    ints = torch.empty(table + 4 * sum(limits) + num_flags, dtype=torch.int32, device=x.device)
     sorted_slots, blocks = ints[:num_slots], ints[table : table + 4 * limits[0]].view(-1, 4)
     same = block_tokens[0] == block_tokens[1]
-    other = blocks if same else ints[table + 4 * limits[0] :].view(-1, 4)
+    other = blocks if same else ints[table + 4 * limits[0] : table + 4 * sum(limits)].view(-1, 4)
+    flags = ints[table + 4 * sum(limits) :]
     group_sums = torch.empty(num_tokens, sums, dtype=torch.float32, device=x.device)
     scaled = torch.empty(num_tokens, columns, dtype=x.dtype, device=x.device) if form.exponent else x
-    aligned = Alignment(sorted_slots, blocks, other, scaled, group_sums)
+    aligned = Alignment(sorted_slots, blocks, other, scaled, group_sums, flags)
     id_map = expert_map if expert_map is not None else topk_ids
     num_global = expert_map.shape[0] if expert_map is not None else 0
     pdl = dependent_launch(x.device)
-    ids = {"HAS_MAP": expert_map is not None, "BINS": triton.next_power_of_2(num_experts + 1)}
+    ids = {"HAS_MAP": expert_map is not None, "BINS": triton.next_power_of_2(num_experts)}
     tokens = {"BLOCK_TOKENS": block_tokens[0], "OTHER_BLOCK_TOKENS": block_tokens[1]}
     pow2 = triton.next_power_of_2(sums)
     token = {"TOKEN": (columns, form.sum_width, sums, pow2, form.exponent, form.step, form.plane)}
     launch = {"PDL": pdl, "launch_pdl": pdl}
     if num_slots <= one_launch_slots:
         chunk = triton.next_power_of_2(max(num_slots, 128))
-        early = (0, 0, 0, 0)
-        if pdl and words is not None:
-            tile, tiles = words[0, 0].numel(), words.shape[1]
-            early = (min(tiles, -(-_EARLY_BYTES // (2 * tile))), tile, tile * tiles, _EARLY_BLOCKS)
         _align_kernel[(num_experts + num_tokens,)](
-            topk_ids, id_map, x, scaled, sorted_slots, blocks, other, group_sums,
-            words if words is not None else sorted_slots, num_slots, *limits, num_experts, num_global, x.stride(0),
-            CHUNK=chunk, EARLY=early, num_warps=8 if chunk >= 1024 else 4, **ids, **tokens, **token, **launch,
+            topk_ids, id_map, x, scaled, sorted_slots, blocks, other, group_sums, flags, num_slots, *limits, num_flags,
+            num_experts, num_global, x.stride(0),
+            CHUNK=chunk, num_warps=8 if chunk >= 1024 else 4, **ids, **tokens, **token, **launch,
         )  # fmt: skip
         return aligned
     chunk_slots = max(_PLACE_SLOTS, triton.next_power_of_2(triton.cdiv(num_slots, _MAX_CHUNKS)))
@@ -332,7 +330,7 @@ def align(
         x.stride(0), STEP=_PLACE_SLOTS, num_warps=4, **ids, **token, **launch,
     )  # fmt: skip
     _offset_kernel[(num_experts,)](
-        counts, offsets, blocks, other, num_chunks, *limits, num_experts,
+        counts, offsets, blocks, other, flags, num_chunks, *limits, num_flags, num_experts,
         BINS=ids["BINS"], CHUNKS_POW2=triton.next_power_of_2(num_chunks), num_warps=8, **tokens, **launch,
     )  # fmt: skip
     _place_kernel[(triton.cdiv(num_slots, _PLACE_SLOTS),)](

@@ -167,8 +167,8 @@ def align_call(
     form = _form(config.gate_up, x.dtype, meta.group_size_w13, plane)
     token = TokenForm(_sum_width(meta.group_size_w13, plane), plane, form.activation_exponent, form.plane_step)
     blocks = (config.gate_up.block_tokens, config.down.block_tokens)
-    words = experts.tensors["w13_words"] if config.gate_up.programs else None
-    return align(x, topk_ids, expert_map, meta.num_experts, blocks, token, words=words)
+    num_flags = sum(stream.flag_count(gemm, x.device) for gemm in (config.gate_up, config.down))
+    return align(x, topk_ids, expert_map, meta.num_experts, blocks, token, num_flags=num_flags)
 
 
 def gate_up(
@@ -197,7 +197,8 @@ def gate_up(
     if gemm.programs:
         stream.launch(
             gemm, sizes(experts)[0], words, factors, factor_dtype, form, x, aligned.group_sums, aligned.sorted_slots,
-            aligned.blocks, inner, sums, top_k, options.activation, options.swiglu_alpha, options.swiglu_limit,
+            aligned.blocks, aligned.flags, inner, sums, top_k, options.activation, options.swiglu_alpha,
+            options.swiglu_limit,
             (stride, sum_width, sums.shape[1], out_form.activation_exponent, out_form.plane_step, plane_w2),
         )  # fmt: skip
         return inner, sums
@@ -255,7 +256,7 @@ def down(
     if gemm.programs:
         stream.launch(
             gemm, sizes(experts)[1], words, factors, factor_dtype, form, inner, sums, aligned.sorted_slots,
-            aligned.down_blocks, out,
+            aligned.down_blocks, aligned.flags[stream.flag_count(config.gate_up, inner.device) :], out,
         )  # fmt: skip
         return out
     down_kernel[(aligned.down_blocks.shape[0] * triton.cdiv(rows, gemm.block_rows * gemm.row_tiles),)](

@@ -24,6 +24,7 @@ class GemmConfig:
     unroll     K tiles of one iteration of the inner loop
     row_tiles  tiles of `block_rows` rows that one program computes
     programs   persistent programs a multiprocessor (stream.py), or 0: one program a tile (gemm.py)
+    split      whether persistent programs share K tiles evenly, so that several add up one piece of work
     """
 
     block_tokens: int
@@ -35,6 +36,7 @@ class GemmConfig:
     unroll: int = 1
     row_tiles: int = 1
     programs: int = 0
+    split: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,13 @@ def rule(slots_per_expert: float) -> LaunchConfig:
     return config
 
 
+def row(rows: dict[str, Any], slots_per_expert: float) -> str:
+    """The key of a shape's row for so many slots an expert: the nearest at or below, or the lowest."""
+    tuned = sorted(rows, key=float)
+    below = [key for key in tuned if float(key) <= slots_per_expert * 1.001]
+    return below[-1] if below else tuned[0]
+
+
 @lru_cache(maxsize=4096)
 def choose(meta: ExpertsMeta, num_tokens: int, top_k: int, batch_invariant: bool, device_index: int) -> LaunchConfig:
     """The configuration for a call. device_index -1 is the interpreter.
@@ -103,6 +112,4 @@ def choose(meta: ExpertsMeta, num_tokens: int, top_k: int, batch_invariant: bool
     rows = load_table(_device_name(device_index)).get(shape_key(meta, top_k), {}) if device_index >= 0 else {}
     if not rows:
         return rule(per_expert)
-    tuned = sorted(rows, key=float)
-    below = [key for key in tuned if float(key) <= per_expert * 1.001]
-    return LaunchConfig.from_json(rows[below[-1] if below else tuned[0]])
+    return LaunchConfig.from_json(rows[row(rows, per_expert)])

@@ -45,6 +45,11 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def flag_count(gemm: GemmConfig, device: torch.device) -> int:
+    """Flags that the programs of one GEMM need, all zero when it begins."""
+    return _multiprocessors(device) * gemm.programs if gemm.split else 0
+
+
 @functools.lru_cache(maxsize=16)
 def usable(device: torch.device) -> bool:
     """Whether the kernels can run on `device`."""
@@ -113,6 +118,7 @@ def launch(
     group_sums: torch.Tensor,
     sorted_slots: torch.Tensor,
     blocks: torch.Tensor,
+    flags: torch.Tensor,
     out: torch.Tensor,
     out_sums: torch.Tensor | None = None,
     top_k: int = 1,
@@ -127,7 +133,12 @@ def launch(
     if not sizes.covered(gemm):
         raise ValueError(f"stream.launch: {sizes} is not covered by whole tiles of {gemm.block_rows} rows")
     tiles, factor_tiles = _descriptors(words, factors, gemm.block_rows)
-    programs = min(_multiprocessors(x.device) * gemm.programs, blocks.shape[0] * -(-sizes.rows // gemm.block_rows))
+    programs = _multiprocessors(x.device) * gemm.programs
+    partials = group_sums
+    if gemm.split:
+        partials = torch.empty(programs, gemm.block_rows * gemm.block_tokens, dtype=torch.float32, device=x.device)
+    else:
+        programs = min(programs, blocks.shape[0] * (sizes.rows // gemm.block_rows))
     stream_kernel[(programs,)](
         tiles,
         factor_tiles,
@@ -139,11 +150,14 @@ def launch(
         blocks,
         out,
         out_sums if out_sums is not None else group_sums,
+        partials,
+        flags,
         alpha,
         limit,
         GATE_UP=out_sums is not None,
         TOP_K=top_k,
         ACTIVATION=activation,
+        SPLIT=gemm.split,
         SHAPE=kernel_shape(gemm, sizes, x.dtype, factor_dtype, form, group_sums.shape[1]),
         EPILOGUE=epilogue,
         PRODUCER=producer(gemm),

@@ -30,6 +30,7 @@ load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glo
 load_rows = (
     async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 )  # fmt: skip
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
@@ -39,6 +40,25 @@ def _load_block(blocks, block, limit):
     expert = gl.load(entry, cache_modifier=".cg")
     first = gl.load(entry + 1, cache_modifier=".cg")
     return expert, first, gl.load(entry + 2, cache_modifier=".cg")
+
+
+@gluon.jit
+def _share(units, rank, TILES: gl.constexpr, SPLIT: gl.constexpr):
+    """K tiles [first, last) of the program of this rank, all pieces of work in a row, and tiles to skip after a piece.
+
+    SPLIT gives every program as many tiles, one more or less; else programs take whole pieces in turn.
+    """
+    programs = gl.num_programs(0)
+    first = rank * TILES
+    last = units * TILES
+    skip = (programs - 1) * TILES
+    if SPLIT:
+        least = last // programs
+        more = last % programs
+        first = rank * least + gl.minimum(rank, more)
+        last = first + least + gl.where(rank < more, 1, 0)
+        skip = 0
+    return first, last, skip
 
 
 @gluon.jit
@@ -84,6 +104,7 @@ def _produce(
     empty,
     GATHER: gl.constexpr,
     TOP_K: gl.constexpr,
+    SPLIT: gl.constexpr,
     p: gl.constexpr,
 ):
     """Fill the ring, tile after tile of one piece of work after another."""
@@ -105,36 +126,37 @@ def _produce(
         gdc_wait()
         gdc_launch_dependents()
     limit = gl.load(blocks + 3, cache_modifier=".cg")
-    units = limit * ROW_TILES
-    unit = gl.program_id(0)
-    step = gl.num_programs(0)
-    expert, first, count = _load_block(blocks, unit // ROW_TILES, limit)
+    tile, last, skip = _share(limit * ROW_TILES, gl.num_programs(0) - 1 - gl.program_id(0), TILES, SPLIT)
+    expert, first, count = _load_block(blocks, tile // TILES // ROW_TILES, limit)
     early = 0
     if not GATHER:
         # The block table was complete before the first GEMM began: weights need not wait for it, activations do.
-        early = gl.where(unit < units, gl.minimum(TILES, STAGES), 0)
+        early = gl.minimum(gl.minimum(TILES - tile % TILES, last - tile), STAGES)
+        row = tile // TILES % ROW_TILES * BLOCK_ROWS
         for i in range(early):
             bar = full.index(i)
             mbarrier.expect(bar, BYTES)
-            row = unit % ROW_TILES * BLOCK_ROWS
-            load_tile(words, [(expert * TILES + i) * ROWS + row, 0], bar, words_ring.index(i))
-            at = (expert * (K // GROUP) + i * TILE // GROUP) * ROWS + row
+            k = tile % TILES + i
+            load_tile(words, [(expert * TILES + k) * ROWS + row, 0], bar, words_ring.index(i))
+            at = (expert * (K // GROUP) + k * TILE // GROUP) * ROWS + row
             load_tile(factors, [at], bar, factors_ring.index(i))
         gdc_wait()
         gdc_launch_dependents()
     stage = 0
     phase = 1
     began = 0
-    while unit < units:
+    while tile < last:
         place = _places(sorted_slots, first, count, x_stride, GATHER, TOP_K, p)
         source = first + t
         if GATHER:
             source = gl.load(sorted_slots + source, mask=t < count, other=0) // TOP_K
         sums = group_sums + source.to(gl.int64) * p[12]
-        row = unit % ROW_TILES * BLOCK_ROWS
-        unit += step
-        next_expert, next_first, next_count = _load_block(blocks, unit // ROW_TILES, limit)
-        for i in range(TILES):
+        row = tile // TILES % ROW_TILES * BLOCK_ROWS
+        start = tile % TILES
+        end = gl.minimum(TILES, start + last - tile)
+        tile += end - start + skip
+        next_expert, next_first, next_count = _load_block(blocks, tile // TILES // ROW_TILES, limit)
+        for i in range(start, end):
             bar = full.index(stage)
             if began >= early:
                 mbarrier.wait(empty.index(stage), phase)
@@ -240,11 +262,52 @@ def _store_down(acc, out, sorted_slots, first, count, start, ROWS: gl.constexpr)
 
 
 @gluon.jit
+def _hand_over(acc, partials, flags, rank):
+    """Leave the sum of a piece's later tiles to the program that began the piece, the next rank below."""
+    gl.store(_partial(partials, rank, acc), acc)
+    barrier()
+    gl.inline_asm_elementwise(
+        "st.release.gpu.global.s32 [$1], 1; mov.b32 $0, 0;",
+        "=r,l",
+        [flags + rank],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _take_over(acc, partials, flags, rank):
+    """acc and what the program of this rank left. It runs already: programs start in falling order of ranks."""
+    came = 0
+    while came == 0:
+        came = gl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [flags + rank], dtype=gl.int32, is_pure=False, pack=1
+        )
+    acc += gl.load(_partial(partials, rank, acc), cache_modifier=".cg")
+    # Every thread has seen the flag; leave it as it was found.
+    barrier()
+    gl.store(flags + rank, 0)
+    return acc
+
+
+@gluon.jit
+def _partial(partials, rank, acc):
+    """Where a program leaves its sum."""
+    layout: gl.constexpr = acc.type.layout
+    row = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))
+    t = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
+    return partials + rank * (acc.shape[0] * acc.shape[1]) + (row * acc.shape[1])[:, None] + t[None, :]
+
+
+@gluon.jit
 def _consume(
     sorted_slots,
     blocks,
     out,
     out_sums,
+    partials,
+    flags,
     alpha,
     limit,
     words_ring,
@@ -255,6 +318,7 @@ def _consume(
     empty,
     GATE_UP: gl.constexpr,
     ACTIVATION: gl.constexpr,
+    SPLIT: gl.constexpr,
     p: gl.constexpr,
     e: gl.constexpr,
 ):
@@ -266,26 +330,28 @@ def _consume(
     TILE: gl.constexpr = 4 * p[3]
     RUNS: gl.constexpr = TILE // p[4]
     ROW_TILES: gl.constexpr = ROWS // BLOCK_ROWS
+    TILES: gl.constexpr = p[0] // TILE
     EXPONENT: gl.constexpr = p[11]
     accumulator: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, accumulator, 2)
     gdc_wait()
     gdc_launch_dependents()
     used = gl.load(blocks + 3)
-    units = used * ROW_TILES
-    unit = gl.program_id(0)
-    step = gl.num_programs(0)
+    rank = gl.num_programs(0) - 1 - gl.program_id(0)
+    tile, last, skip = _share(used * ROW_TILES, rank, TILES, SPLIT)
     nothing = gl.full([BLOCK_ROWS, TOKENS], 0, gl.float32, accumulator)
     stage = 0
     phase = 0
-    _, first, count = _load_block(blocks, unit // ROW_TILES, used)
-    while unit < units:
-        row_tile = unit % ROW_TILES
+    _, first, count = _load_block(blocks, tile // TILES // ROW_TILES, used)
+    while tile < last:
+        row_tile = tile // TILES % ROW_TILES
         own_first, own_count = first, count
-        unit += step
-        _, first, count = _load_block(blocks, unit // ROW_TILES, used)
+        start = tile % TILES
+        end = gl.minimum(TILES, start + last - tile)
+        tile += end - start + skip
+        _, first, count = _load_block(blocks, tile // TILES // ROW_TILES, used)
         acc = nothing
-        for _ in range(p[0] // TILE):
+        for _ in range(start, end):
             mbarrier.wait(full.index(stage), phase)
             word = factors_ring.index(stage).load(gl.SliceLayout(1, accumulator))
             total = sums_ring.index(stage * RUNS).load(gl.SliceLayout(0, accumulator))
@@ -302,13 +368,23 @@ def _consume(
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
-        acc *= 2.0**EXPONENT
-        if GATE_UP:
-            _store_gate_up(
-                acc, out, out_sums, own_first, own_count, row_tile * (BLOCK_ROWS // 2), alpha, limit, ACTIVATION, e
-            )  # fmt: skip
+        if start > 0:
+            _hand_over(acc, partials, flags, rank)
         else:
-            _store_down(acc, out, sorted_slots, own_first, own_count, row_tile * BLOCK_ROWS, ROWS)
+            if SPLIT:
+                other = rank
+                while end < TILES:
+                    other += 1
+                    acc = _take_over(acc, partials, flags, other)
+                    other_first, other_last, _ = _share(used * ROW_TILES, other, TILES, SPLIT)
+                    end += other_last - other_first
+            acc *= 2.0**EXPONENT
+            if GATE_UP:
+                _store_gate_up(
+                    acc, out, out_sums, own_first, own_count, row_tile * (BLOCK_ROWS // 2), alpha, limit, ACTIVATION, e
+                )  # fmt: skip
+            else:
+                _store_down(acc, out, sorted_slots, own_first, own_count, row_tile * BLOCK_ROWS, ROWS)
 
 
 @gluon.jit
@@ -323,11 +399,14 @@ def stream_kernel(
     blocks,
     out,
     out_sums,
+    partials,
+    flags,
     alpha,
     limit,
     GATE_UP: gl.constexpr,
     TOP_K: gl.constexpr,
     ACTIVATION: gl.constexpr,
+    SPLIT: gl.constexpr,
     SHAPE: gl.constexpr,
     EPILOGUE: gl.constexpr,
     PRODUCER: gl.constexpr,
@@ -362,15 +441,15 @@ def stream_kernel(
             (
                 _consume,
                 (
-                    sorted_slots, blocks, out, out_sums, alpha, limit, words_ring, factors_ring, x_ring, sums_ring,
-                    full, empty, GATE_UP, ACTIVATION, SHAPE, EPILOGUE,
+                    sorted_slots, blocks, out, out_sums, partials, flags, alpha, limit, words_ring, factors_ring,
+                    x_ring, sums_ring, full, empty, GATE_UP, ACTIVATION, SPLIT, SHAPE, EPILOGUE,
                 ),
             ),
             (
                 _produce,
                 (
                     words, factors_tiles, x, x_stride, group_sums, sorted_slots, blocks, words_ring, factors_ring,
-                    x_ring, sums_ring, full, empty, GATE_UP, TOP_K, SHAPE,
+                    x_ring, sums_ring, full, empty, GATE_UP, TOP_K, SPLIT, SHAPE,
                 ),
             ),
         ],
