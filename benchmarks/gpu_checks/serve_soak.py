@@ -1,20 +1,21 @@
 """Mixed requests against a running engine with both of the plugin's flags: none lost, none changed by the others.
 
-    python benchmarks/gpu_checks/serve_soak.py [--requests 1000] [--longest 4096] [--out FILE]
+    python benchmarks/gpu_checks/serve_soak.py [--model hybrid|moe] [--requests 1000] [--longest 4096] [--out FILE]
 
-A tiny hybrid model (Gated DeltaNet + MoE) is served by `AsyncLLM`, vLLM's server without its HTTP front. Requests of
-1 to `--longest` tokens come 64 at a time: greedy and seeded, one and several samples, with stop tokens, streamed and
-not, some aborted after a few tokens. In the middle the engine is shut down and started again. Every kind of request is
-also answered alone; each answer in the mix must be that one, an aborted answer its beginning. With --batch-invariant,
-the default on a GPU, they must be equal token by token; without it, a greedy sequence may differ from a token on whose
-rival was within --near nats. The last line printed is JSON; exit status 0 when nothing is lost, changed or leaked.
+`AsyncLLM`, vLLM's server without its HTTP front, serves random weights: `hybrid` has Gated DeltaNet and MoE layers,
+`moe` full attention and MoE; --full takes the layers of Qwen3-30B-A3B for the latter. Every kind of request is answered
+alone. Then requests of 1 to `--longest` tokens come 64 at a time: greedy and seeded, one and several samples, with stop
+tokens, streamed and not, some aborted after a few tokens. In the middle the engine is shut down and started again. Each
+answer in the mix must be that alone, an aborted answer its beginning. With --batch-invariant they must be equal token
+by token (vLLM has that mode on GPUs, and not for Gated DeltaNet); without it, a greedy sequence may differ from a token
+on whose rival was within --near nats. FILE is written after each half. The last line printed is JSON; exit status 0
+when nothing is lost, changed or leaked.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import random
@@ -136,12 +137,12 @@ def differs(alone: dict[str, Any], mixed: dict[str, Any], near: float | None, sa
     return None
 
 
-def memory(engine_parent: int) -> dict[str, float]:
-    """MiB in use: private memory of this process and its children, and the GPU's."""
+async def memory(engine: Any) -> dict[str, float]:
+    """MiB in use: private memory of this process and its children, and what the worker holds on its device."""
     listing = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True).stdout
     rows = (line.split() for line in listing.splitlines()[1:])
     parents = {int(pid): int(parent) for pid, parent in rows}
-    family = {engine_parent}
+    family = {os.getpid()}
     while True:
         more = {pid for pid, parent in parents.items() if parent in family} - family
         if not more:
@@ -154,21 +155,22 @@ def memory(engine_parent: int) -> dict[str, float]:
         except OSError:
             continue
         total += sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:"))
-    found = {"host": total / 1024}
-    gpu = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError, IndexError):
-        found["device"] = float(subprocess.run(gpu, capture_output=True, text=True, check=True).stdout.split()[0])
-    return found
+    return {"host": total / 1024, "device": sum(await engine.collective_rpc("device_mib"))}
 
 
 def start_engine(model: str, args: argparse.Namespace) -> Any:
     """A fresh engine with both flags."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm_ext.benchmarks.serve_engine import DRAWN, EXTENSION
 
+    config = json.loads((Path(model) / "config.json").read_text())
     options: dict[str, Any] = {
         "quantization": "w4a16-grouped",
         "attention_backend": "ha_npu",
+        "load_format": DRAWN,
+        "model_loader_extra_config": {"kind": MODELS[args.model].kind, "config": config, "seed": 0, "group": None},
+        "worker_extension_cls": EXTENSION,
         "skip_tokenizer_init": True,
         "max_model_len": args.longest + 32,
         "max_num_seqs": AT_ONCE,
@@ -176,12 +178,12 @@ def start_engine(model: str, args: argparse.Namespace) -> Any:
         "enforce_eager": args.eager,
         "disable_log_stats": True,
     }
+    if not args.eager:
+        options["compilation_config"] = {"cudagraph_capture_sizes": [1, 4, 16, AT_ONCE]}
     if args.whole_prompts:
         options |= {"max_num_batched_tokens": 4 * (args.longest + 32), "enable_chunked_prefill": False}
-    if args.batch_invariant:
-        options["additional_config"] = {"vllm_ext": {"batch_invariant": True}}
     if args.kv_cache_mib:
-        options |= {"kv_cache_memory_bytes": args.kv_cache_mib << 20, "gpu_memory_utilization": 0.1}
+        options |= {"kv_cache_memory_bytes": args.kv_cache_mib << 20, "gpu_memory_utilization": 0.05}
     return AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **options))
 
 
@@ -199,7 +201,7 @@ async def run_mixed(
             except Exception as error:
                 answers[name] = {"error": f"{type(error).__name__}: {error}"}
             if len(answers) % max(1, len(plan) // 8) == 0:
-                samples.append(memory(os.getpid()))
+                samples.append(await memory(engine))
                 print(f"{len(answers)} of {len(plan)} answered", flush=True)
 
     await asyncio.gather(*(one(*item) for item in plan))
@@ -220,19 +222,26 @@ async def soak(model: str, args: argparse.Namespace) -> dict[str, Any]:
     answers: dict[str, dict[str, Any]] = {}
     alone: dict[int, dict[str, Any]] = {}
     samples: list[list[dict[str, float]]] = []
+    result: dict[str, Any] = {}
     for half in (plan[:middle], plan[middle:]):
         begin = time.monotonic()
         engine = start_engine(model, args)
         print(f"engine ready after {time.monotonic() - begin:.0f} s", flush=True)
-        samples.append([])
-        answers |= await run_mixed(engine, half, samples[-1])
-        if half is not plan[:middle]:
+        if not alone:
             for kind in kinds:
                 alone[kind.seed] = await ask_alone(engine, kind, f"alone-{kind.seed}")
-            samples[-1].append(memory(os.getpid()))
+            print(f"{len(kinds)} answered alone after {time.monotonic() - begin:.0f} s", flush=True)
+        samples.append([])
+        answers |= await run_mixed(engine, half, samples[-1])
+        samples[-1].append(await memory(engine))
         engine.shutdown()
         del engine
-    return judge(plan, answers, alone, samples, args)
+        asked = [item for item in plan if item[0] in answers]
+        result = {"model": args.model, "planned": len(plan), **judge(asked, answers, alone, samples, args)}
+        print(json.dumps({key: value for key, value in result.items() if key != "memory, MiB"}), flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return result
 
 
 def judge(
@@ -253,8 +262,9 @@ def judge(
     for name, request, _ in plan:
         if name not in lost and (why := differs(alone[request.seed], answers[name], near, request.temperature > 0)):
             changed[name] = {"why": why, **asdict(request), "stop_tokens": len(request.stop_tokens)}
-    # The second half's first sample comes when its caches are warm.
-    growth = {key: samples[1][-1][key] - samples[1][0][key] for key in samples[1][0]} if samples[1] else {}
+    # A half's first sample comes when its caches are warm.
+    first, last = samples[-1][0], samples[-1][-1]
+    growth = {key: last[key] - first[key] for key in first}
     leaked = {key: grown for key, grown in growth.items() if grown > args.leak_mib}
     return {
         "ok": not lost and not changed and not leaked,
@@ -271,16 +281,59 @@ def judge(
     }
 
 
+@dataclass(frozen=True)
+class Model:
+    """A family of examples/tiny_models.py, config fields, and those that --full adds."""
+
+    kind: str
+    fields: dict[str, Any]
+    full: dict[str, Any]
+
+
+MODELS = {
+    # Every token goes to every expert: where two experts nearly tie, rounding would move an answer by 0.7 nats.
+    "hybrid": Model("qwen3-next", {"full_attention_interval": 2, "num_experts_per_tok": 8}, {"hidden_size": 512}),
+    "moe": Model(
+        "qwen3-moe",
+        {},
+        {
+            "hidden_size": 2048,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+    ),
+}
+
+
+def write_config(args: argparse.Namespace, folder: Path) -> None:
+    """The model's config.json; the weights are drawn in the engine."""
+    from vllm_ext.benchmarks.serve_checkpoints import families
+
+    model = MODELS[args.model]
+    sizes = {"num_hidden_layers": 2, "max_position_embeddings": args.longest + 32}
+    config = {**families()[model.kind][0], **model.fields, **(model.full if args.full else {}), **sizes}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line; see the module."""
+    # Otherwise looking for a GPU leaves a driver that the engine's process, forked from this one, cannot use.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="hybrid")
+    parser.add_argument("--full", action="store_true", help="layers of a real model's size")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=4, help="times that each kind of request comes")
     parser.add_argument("--longest", type=int, default=4096, help="tokens of the longest prompt")
-    parser.add_argument("--batch-invariant", action=argparse.BooleanOptionalAction, default=on_gpu)
+    parser.add_argument("--batch-invariant", action="store_true", help="VLLM_BATCH_INVARIANT=1")
     parser.add_argument(
         "--whole-prompts",
         action=argparse.BooleanOptionalAction,
@@ -298,21 +351,14 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if args.batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    sys.path[:0] = [str(ROOT / "examples"), str(ROOT)]
-    from tiny_models import write_tiny_model
-
+    sys.path.insert(0, str(ROOT))
     from vllm_ext.plugin import register
 
     register()
     with tempfile.TemporaryDirectory() as folder:
-        model = write_tiny_model(
-            "qwen3-next", Path(folder) / "model", num_hidden_layers=2, full_attention_interval=2,
-            max_position_embeddings=args.longest + 32,
-        )  # fmt: skip
-        result = asyncio.run(soak(str(model), args))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({key: value for key, value in result.items() if key != "memory, MiB"}))
+        os.environ.setdefault("VLLM_CACHE_ROOT", str(Path(folder) / "cache"))
+        write_config(args, Path(folder) / "model")
+        result = asyncio.run(soak(str(Path(folder) / "model"), args))
     return 0 if result["ok"] else 1
 
 
