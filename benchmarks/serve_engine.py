@@ -21,8 +21,8 @@ from typing import Any
 
 Answer = dict[str, Any]
 OUR_METHOD = "w4a16-grouped"
-# The load format of serve_weights, and the worker extension by which workers know it. Names: that module imports more of
-# vLLM than the process may that an engine's core is forked from.
+# The load format of serve_weights, and the worker extension by which workers know it. Names: that module imports more
+# of vLLM than the process may that an engine's core is forked from.
 DRAWN = "vllm_ext_drawn"
 EXTENSION = "vllm_ext.benchmarks.serve_weights.DrawsWeights"
 # Not vLLM's worker: what it imports asks for the GPU, and a CUDA context does not survive a fork.
