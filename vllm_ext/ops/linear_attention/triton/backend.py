@@ -29,6 +29,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 HEAD_SIZES = (16, 32, 64, 128, 256)
 # Gluon changes from one version of Triton to the next; these are the ones its kernel has run with.
 GLUON_VERSIONS = ("3.6.",)
+PREPARE_ON_HOPPER = False
 _FACTOR_ROWS = 4
 _COMPOSE_COLUMNS = 16
 # Of a thread, without and with L2 norms: four or three programs on a multiprocessor.
@@ -130,23 +131,28 @@ def prepare(call: Call, op: str, sizes: Sizes, cu_seqlens: torch.Tensor | None) 
         return torch.empty(slots, heads, *shape, dtype=dtype, device=q.device)
 
     inverse, scores = empty(CHUNK, CHUNK), empty(CHUNK, CHUNK)
-    strides = (*(x.stride(0) for x in (q, k, g, beta)), *(x.stride(1) for x in (q, k, g, beta)))
-    common = {"NORMALISE": call.use_qk_l2norm_in_kernel, "PACKED": sizes.packed}
     counts = (call.scale, sizes.num_sequences, sizes.num_tokens, heads, heads // sizes.heads)
+    steps = (*(x.stride(0) for x in (q, k, g, beta)), *(x.stride(1) for x in (q, k, g, beta)))
+    common = {"K": dim, "NORMALISE": call.use_qk_l2norm_in_kernel, "PACKED": sizes.packed}
+    hopper = _hopper(q.device, sizes) if q.dtype == torch.bfloat16 and PREPARE_ON_HOPPER else None
+    grid = (slots * heads,)
     if op == "gdn":
         factors = empty(_FACTOR_ROWS, CHUNK, dtype=torch.float32)
-        prepare_gdn_kernel[(slots * heads,)](
-            q, k, g, beta, cu_seqlens, inverse, scores, factors, *counts, *strides,
-            K=dim, **common, num_warps=4,
-            maxnreg=_PREPARE_REGISTERS[call.use_qk_l2norm_in_kernel],
-        )  # fmt: skip
+        if hopper is not None:
+            hopper.prepare_gdn(grid, q, k, g, beta, cu_seqlens, (inverse, scores, factors), counts, steps, common)
+        else:
+            prepare_gdn_kernel[grid](
+                q, k, g, beta, cu_seqlens, inverse, scores, factors, *counts, *steps,
+                **common, num_warps=4, maxnreg=_PREPARE_REGISTERS[call.use_qk_l2norm_in_kernel],
+            )  # fmt: skip
         return Chunks(q, k, None, inverse, scores, factors)
     keys, queries, tails = empty(CHUNK, dim), empty(CHUNK, dim), empty(CHUNK, dim)
     factors = empty(dim, dtype=torch.float32)
-    prepare_kda_kernel[(slots * heads,)](
-        q, k, g, beta, cu_seqlens, inverse, scores, keys, queries, tails, factors, *counts, *strides,
-        K=dim, **common, num_warps=4,
-    )  # fmt: skip
+    results = (inverse, scores, keys, queries, tails, factors)
+    if hopper is not None:
+        hopper.prepare_kda(grid, q, k, g, beta, cu_seqlens, results, counts, steps, common)
+    else:
+        prepare_kda_kernel[grid](q, k, g, beta, cu_seqlens, *results, *counts, *steps, **common, num_warps=4)
     return Chunks(queries, keys, tails, inverse, scores, factors)
 
 
@@ -173,8 +179,9 @@ def recur(
             dtype=torch.float32, device=o.device,
         )  # fmt: skip
 
+    hopper = _hopper(o.device, sizes)
     launch = functools.partial(
-        _launch_hopper if _hopper(o.device, sizes) else _launch_any,
+        _launch_any if hopper is None else hopper.recur,
         call, op == "kda", sizes, mapping.block_columns, cu_seqlens, chunks, v, initial, carries, o, final,
         segment_chunks, slots,
     )  # fmt: skip
@@ -190,19 +197,19 @@ def recur(
     launch(transition=False)
 
 
+def _hopper(device: torch.device, sizes: Sizes) -> ModuleType | None:
+    """The launches for compute capability 9.0 where they serve the sizes; the other kernels run everywhere."""
+    module = _hopper_module(device)
+    return module if module is not None and module.serves(sizes.key_dim, sizes.value_dim, sizes.num_tokens) else None
+
+
 @functools.lru_cache(maxsize=64)
 def _hopper_module(device: torch.device) -> ModuleType | None:
-    """The recurrence for compute capability 9.0, where it can run; the other one runs everywhere."""
     if interpreting() or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return None
     if not triton.__version__.startswith(GLUON_VERSIONS):
         return None
-    return importlib.import_module("vllm_ext.ops.linear_attention.triton.recurrence_hopper")
-
-
-def _hopper(device: torch.device, sizes: Sizes) -> bool:
-    module = _hopper_module(device)
-    return module is not None and module.serves(sizes.key_dim, sizes.value_dim, sizes.num_tokens)
+    return importlib.import_module("vllm_ext.ops.linear_attention.triton.launch_hopper")
 
 
 def _launch_any(
@@ -231,44 +238,4 @@ def _launch_any(
         K=sizes.key_dim, V=sizes.value_dim, BV=block, KDA=kda,
         TRANSITION=transition, V_FIRST=call.state_v_first, PACKED=sizes.packed,
         STAGES=3 if sizes.key_dim <= 128 else 2, num_warps=8 if block > 64 else 4,
-    )  # fmt: skip
-
-
-def _launch_hopper(
-    call: Call,
-    kda: bool,
-    sizes: Sizes,
-    block: int,
-    cu_seqlens: torch.Tensor | None,
-    chunks: Chunks,
-    v: torch.Tensor,
-    initial: torch.Tensor | None,
-    carries: torch.Tensor | None,
-    o: torch.Tensor,
-    final: torch.Tensor | None,
-    segment_chunks: int,
-    slots: int,
-    transition: bool,
-) -> None:
-    hopper = _hopper_module(o.device)
-    assert hopper is not None
-    columns = sizes.value_dim + sizes.key_dim if transition else sizes.value_dim
-    block = min(block, sizes.key_dim, sizes.value_dim)
-    keys = [CHUNK, sizes.key_dim]
-    if kda:
-        assert chunks.tails is not None
-        k, q, tails = (hopper.descriptor(x.flatten(0, 2), keys) for x in (chunks.keys, chunks.queries, chunks.tails))
-        factors = hopper.descriptor(chunks.factors.flatten(0, 1), [1, sizes.key_dim], swizzle=False)
-    else:
-        k, q = (hopper.descriptor(x.flatten(1), keys) for x in (chunks.keys, chunks.queries))
-        tails = k
-        factors = hopper.descriptor(chunks.factors.view(-1, _FACTOR_ROWS * CHUNK), [1, 256], swizzle=False)
-    inverse, scores = (hopper.descriptor(x.flatten(0, 2), [CHUNK, CHUNK]) for x in (chunks.inverse, chunks.scores))
-    values, out = (hopper.descriptor(x.flatten(-2), [CHUNK, CHUNK]) for x in (v, o.flatten(0, 1)))
-    groups = block // CHUNK
-    hopper.recurrence_hopper_kernel[(columns // block * sizes.value_heads * slots,)](
-        k, q, values, tails, inverse, scores, factors, out, initial, carries, final, o, cu_seqlens,
-        sizes.num_sequences, sizes.num_tokens, sizes.value_heads, sizes.value_heads // sizes.heads, segment_chunks,
-        K=sizes.key_dim, V=sizes.value_dim, GROUPS=groups, KDA=kda, TRANSITION=transition,
-        V_FIRST=call.state_v_first, PACKED=sizes.packed, STAGES=hopper.stages(sizes.key_dim, groups, kda), num_warps=4,
     )  # fmt: skip

@@ -9,7 +9,6 @@ before the output of the chunk before is taken out of its registers.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 from __future__ import annotations
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -19,49 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-KEY_DIMS = (64, 128)
-_LEAST_COLUMNS = 64
-_MOST_STAGES = 3
-_SHARED_BYTES = 227 * 1024
-_SEARCH = gl.constexpr(128)
+from vllm_ext.ops.linear_attention.triton.hopper import sequence_of_slot, zero_past
+
 # One compiled kernel serves every count.
 _UNSPECIALIZED = ["num_sequences", "num_tokens", "value_heads", "heads_a_key", "segment_chunks"]
-
-
-@gluon.jit
-def _sequence(cu_seqlens, slot, num_sequences, num_tokens, unit, PACKED: gl.constexpr):
-    """`slots.locate`."""
-    if PACKED:
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        before = 0
-        for start in range(0, num_sequences, _SEARCH):
-            n = start + gl.arange(0, _SEARCH, layout)
-            begin = gl.load(cu_seqlens + n, mask=n < num_sequences, other=0).to(gl.int32)
-            before += gl.sum(((begin // unit + n <= slot) & (n < num_sequences)).to(gl.int32), 0)
-        n = before - 1
-        begin = gl.load(cu_seqlens + n).to(gl.int32)
-        length = gl.load(cu_seqlens + n + 1).to(gl.int32) - begin
-        within = slot - (begin // unit + n)
-        chunk_slot = begin // 64 + n
-    else:
-        units = gl.maximum((num_tokens + unit - 1) // unit, 1)
-        n = slot // units
-        begin = n * num_tokens
-        length = num_tokens
-        within = slot - n * units
-        chunk_slot = n * gl.maximum((num_tokens + 63) // 64, 1)
-    return n, begin, length, within, chunk_slot
-
-
-@gluon.jit
-def _zero_past(tile, count, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Zero the rows of a tile in shared memory from `count` on: what is there belongs to another sequence."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (COLUMNS // 8), COLUMNS // 8], [gl.num_warps(), 1], [1, 0])
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    value = tile.load(layout)
-    tile.store(gl.where((row < count)[:, None], value, 0.0).to(value.dtype))
 
 
 @gluon.jit
@@ -163,9 +124,9 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
         if left_over < 64:
             # What stands past the sequence's end is the next one's; 0 times its NaN would be NaN.
             if not KDA:
-                _zero_past(keys, left_over, 64, K)
+                zero_past(keys, left_over, 64, K)
             if with_values:
-                _zero_past(values, left_over, 64, 64)
+                zero_past(values, left_over, 64, 64)
             fence_async_shared()
             gl.thread_barrier()
         read = warpgroup_mma(narrow, keys.permute((1, 0)), zero_rows, use_acc=False, is_async=True)
@@ -279,7 +240,7 @@ def recurrence_hopper_kernel(
     first_column = program % COLUMN_BLOCKS * (64 * GROUPS)
     head = program // COLUMN_BLOCKS % value_heads
     segment_slot = program // (COLUMN_BLOCKS * value_heads)
-    n, begin, length, segment, chunk_slot = _sequence(
+    n, begin, length, segment, chunk_slot = sequence_of_slot(
         cu_seqlens, segment_slot, num_sequences, num_tokens, segment_chunks * 64, PACKED
     )
     chunks = (length + 63) // 64
@@ -336,24 +297,3 @@ def recurrence_hopper_kernel(
             [4, 1],
             [232, 40],
         )
-
-
-def serves(key_dim: int, value_dim: int, num_tokens: int) -> bool:
-    """Whether the sizes fill this kernel's tiles."""
-    return key_dim in KEY_DIMS and value_dim % _LEAST_COLUMNS == 0 and num_tokens > 0
-
-
-def stages(key_dim: int, groups: int, kda: bool) -> int:
-    """Chunks in flight that shared memory holds, at most three."""
-    keys = 128 * key_dim * (3 if kda else 2)
-    stage = keys + 2 * 8192 + 8192 * groups + (4 * key_dim if kda else 1024)
-    return min(_MOST_STAGES, (_SHARED_BYTES - 8192 * groups - 512) // stage)
-
-
-def descriptor(x: torch.Tensor, block: list[int], swizzle: bool = True) -> TensorDescriptor:
-    """Of a matrix [rows, columns] for the copy engine, which wants 16-byte steps: a copy is made of one without."""
-    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[x.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype) if swizzle else gl.NVMMASharedLayout(0, 32, 2)
-    if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
-        x = x.contiguous()
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)

@@ -1,0 +1,70 @@
+"""What the kernels for compute capability 9.0 share."""
+
+# Triton's functions take tensors and compile-time values of any kind.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+L2_NORM_EPS = gl.constexpr(1e-6)
+LOG2_E = gl.constexpr(1.4426950408889634)
+LEAST_STEP = gl.constexpr(-120.0)
+_SEARCH = gl.constexpr(128)
+
+
+@gluon.jit
+def exp2(x):
+    """2^x without the care for results below 2^-126 that the compiler's own takes: they are 0."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def sequence_of_slot(cu_seqlens, slot, num_sequences, num_tokens, unit, PACKED: gl.constexpr):
+    """`slots.locate`."""
+    if PACKED:
+        # Every warp searches for itself: no barrier.
+        layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+        before = 0
+        for start in range(0, num_sequences, _SEARCH):
+            n = start + gl.arange(0, _SEARCH, layout)
+            begin = gl.load(cu_seqlens + n, mask=n < num_sequences, other=0).to(gl.int32)
+            before += gl.sum(((begin // unit + n <= slot) & (n < num_sequences)).to(gl.int32), 0)
+        n = before - 1
+        begin = gl.load(cu_seqlens + n).to(gl.int32)
+        length = gl.load(cu_seqlens + n + 1).to(gl.int32) - begin
+        within = slot - (begin // unit + n)
+        chunk_slot = begin // 64 + n
+    else:
+        units = gl.maximum((num_tokens + unit - 1) // unit, 1)
+        n = slot // units
+        begin = n * num_tokens
+        length = num_tokens
+        within = slot - n * units
+        chunk_slot = n * gl.maximum((num_tokens + 63) // 64, 1)
+    return n, begin, length, within, chunk_slot
+
+
+@gluon.jit
+def zero_past(tile, count, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Zero the rows of a tile in shared memory from `count` on: what is there belongs to another sequence."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (COLUMNS // 8), COLUMNS // 8], [gl.num_warps(), 1], [1, 0])
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    value = tile.load(layout)
+    tile.store(gl.where((row < count)[:, None], value, 0.0).to(value.dtype))
+
+
+def descriptor(x: torch.Tensor, block: list[int], swizzle: bool = True) -> TensorDescriptor:
+    """Of a matrix [rows, columns] for the copy engine, which wants 16-byte steps: a copy is made of one without."""
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[x.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype) if swizzle else gl.NVMMASharedLayout(0, 32, 2)
+    if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
+        x = x.contiguous()
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)

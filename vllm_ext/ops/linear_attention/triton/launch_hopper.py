@@ -1,0 +1,132 @@
+"""Launches of the kernels for compute capability 9.0."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from vllm_ext.ops.linear_attention.problem import Call
+from vllm_ext.ops.linear_attention.triton.hopper import descriptor
+from vllm_ext.ops.linear_attention.triton.inverse_hopper import invert_hopper_kernel
+from vllm_ext.ops.linear_attention.triton.plan import CHUNK
+from vllm_ext.ops.linear_attention.triton.prepare_gdn_hopper import prepare_gdn_hopper_kernel
+from vllm_ext.ops.linear_attention.triton.prepare_kda_hopper import prepare_kda_hopper_kernel
+from vllm_ext.ops.linear_attention.triton.recurrence_hopper import recurrence_hopper_kernel
+
+if TYPE_CHECKING:
+    from vllm_ext.ops.linear_attention.triton.backend import Chunks, Sizes
+
+KEY_DIMS = (64, 128)
+_LEAST_COLUMNS = 64
+_MOST_STAGES = 3
+_SHARED_BYTES = 227 * 1024
+# Of a thread: four programs of four warps on a multiprocessor, or two of eight.
+_PREPARE_REGISTERS = 128
+
+
+def serves(key_dim: int, value_dim: int, num_tokens: int) -> bool:
+    """Whether the sizes fill this kernel's tiles."""
+    return key_dim in KEY_DIMS and value_dim % _LEAST_COLUMNS == 0 and num_tokens > 0
+
+
+def stages(key_dim: int, groups: int, kda: bool) -> int:
+    """Chunks in flight that shared memory holds, at most three."""
+    keys = 128 * key_dim * (3 if kda else 2)
+    stage = keys + 2 * 8192 + 8192 * groups + (4 * key_dim if kda else 1024)
+    return min(_MOST_STAGES, (_SHARED_BYTES - 8192 * groups - 512) // stage)
+
+
+def _square(x: torch.Tensor) -> TensorDescriptor:
+    """Of tiles [slots, heads, 64, 64]."""
+    return descriptor(x.flatten(0, 2), [CHUNK, CHUNK])
+
+
+def prepare_gdn(
+    grid: tuple[int, ...],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    results: tuple[torch.Tensor, ...],
+    counts: tuple[Any, ...],
+    steps: tuple[int, ...],
+    constants: dict[str, Any],
+) -> None:
+    """Launch with `prepare_gdn_kernel`'s operands, in BF16, into its results; counts, strides (steps) and constants as
+    it takes them.
+    """
+    inverse, scores, factors = results
+    keys = [CHUNK, constants["K"]]
+    prepare_gdn_hopper_kernel[grid](
+        descriptor(q.flatten(1), keys), descriptor(k.flatten(1), keys), g, beta, cu_seqlens, _square(inverse),
+        _square(scores), factors, *counts, *steps[2:4], *steps[6:], **constants,
+        num_warps=4, maxnreg=_PREPARE_REGISTERS,
+    )  # fmt: skip
+
+
+def prepare_kda(
+    grid: tuple[int, ...],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    results: tuple[torch.Tensor, ...],
+    counts: tuple[Any, ...],
+    steps: tuple[int, ...],
+    constants: dict[str, Any],
+) -> None:
+    """As `prepare_gdn`, for `prepare_kda_kernel`; the inverse is written over what it is the inverse of."""
+    inverse = results[0]
+    coupling = inverse.view(torch.float16)
+    prepare_kda_hopper_kernel[grid](
+        q, k, g, beta, cu_seqlens, coupling, *results[1:], *counts, *steps, **constants,
+        num_warps=constants["K"] // 16, maxnreg=_PREPARE_REGISTERS,
+    )  # fmt: skip
+    _, num_sequences, num_tokens, heads, _ = counts
+    invert_hopper_kernel[grid](
+        _square(coupling), _square(inverse), beta, cu_seqlens, num_sequences, num_tokens, heads, steps[3], steps[7],
+        PACKED=constants["PACKED"], num_warps=4, maxnreg=_PREPARE_REGISTERS,
+    )  # fmt: skip
+
+
+def recur(
+    call: Call,
+    kda: bool,
+    sizes: Sizes,
+    block: int,
+    cu_seqlens: torch.Tensor | None,
+    chunks: Chunks,
+    v: torch.Tensor,
+    initial: torch.Tensor | None,
+    carries: torch.Tensor | None,
+    o: torch.Tensor,
+    final: torch.Tensor | None,
+    segment_chunks: int,
+    slots: int,
+    transition: bool,
+) -> None:
+    """See `backend.recur`, of which this is one launch."""
+    columns = sizes.value_dim + sizes.key_dim if transition else sizes.value_dim
+    block = min(block, sizes.key_dim, sizes.value_dim)
+    keys = [CHUNK, sizes.key_dim]
+    if kda:
+        assert chunks.tails is not None
+        k, q, tails = (descriptor(x.flatten(0, 2), keys) for x in (chunks.keys, chunks.queries, chunks.tails))
+        factors = descriptor(chunks.factors.flatten(0, 1), [1, sizes.key_dim], swizzle=False)
+    else:
+        k, q = (descriptor(x.flatten(1), keys) for x in (chunks.keys, chunks.queries))
+        tails = k
+        factors = descriptor(chunks.factors.flatten(2).flatten(0, 1), [1, 256], swizzle=False)
+    inverse, scores = _square(chunks.inverse), _square(chunks.scores)
+    values, out = (descriptor(x.flatten(-2), [CHUNK, CHUNK]) for x in (v, o.flatten(0, 1)))
+    groups = block // CHUNK
+    recurrence_hopper_kernel[(columns // block * sizes.value_heads * slots,)](
+        k, q, values, tails, inverse, scores, factors, out, initial, carries, final, o, cu_seqlens,
+        sizes.num_sequences, sizes.num_tokens, sizes.value_heads, sizes.value_heads // sizes.heads, segment_chunks,
+        K=sizes.key_dim, V=sizes.value_dim, GROUPS=groups, KDA=kda, TRANSITION=transition,
+        V_FIRST=call.state_v_first, PACKED=sizes.packed, STAGES=stages(sizes.key_dim, groups, kda), num_warps=4,
+    )  # fmt: skip
