@@ -49,7 +49,9 @@ class Engine:
     says: str = ""
 
 
-# 704 is DiffusionGemma's and Gemma 4's size: 352 a rank, in groups of 64 that no longer divide it.
+# 704 is DiffusionGemma's and Gemma 4's size: 352 a rank. Groups of 64 no longer divide it, so that two ranks round other
+# groups than one; groups of 32 are the same ones.
+GROUPS_OF_32 = {"qwen3": {"additional_config": {"vllm_ext": {"group_size_w2": 32}}}}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3-moe", {"hidden_size": 512, "num_experts": 16, "moe_intermediate_size": 704}),
     "gemma4": ("gemma4-moe", {"hidden_size": 512, "num_experts": 16, "moe_intermediate_size": 704}),
@@ -113,6 +115,7 @@ def options_of(engine: Engine) -> dict[str, Any]:
         "gpu_memory_utilization": 0.05,
         "kv_cache_memory_bytes": 1 << 30,  # engines side by side would count each other as used
         **({} if "enforce_eager" in engine.options else {"compilation_config": {"cudagraph_capture_sizes": [1, 8]}}),
+        **GROUPS_OF_32.get(engine.model, {}),
         **engine.options,
     }
 
