@@ -251,7 +251,6 @@ def measure(args: argparse.Namespace, servings: list[Serving], folder: Path) -> 
     """Start, check and time the arms of all shapes; documents are written after every round."""
     begin = time.monotonic()
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    context = import_vllm_once()
     paths = {}
     try:
         for serving in servings:
@@ -263,6 +262,9 @@ def measure(args: argparse.Namespace, servings: list[Serving], folder: Path) -> 
                 write_json(serving.output, serving.document)
                 for key, value in serving.document["loading"].items():
                     print(f"loading {key}: {value}", flush=True)
+        if not args.arms:
+            return
+        context = import_vllm_once()
         inspect_models(context, [str(found[BF16]) for found in paths.values()], folder / "inspected")
         print(f"models inspected after {time.monotonic() - begin:.0f} s", flush=True)
         for serving, (own, found) in zip(servings, paths.items(), strict=True):
@@ -294,7 +296,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["Qwen3-30B-A3B"])
     parser.add_argument("--layers", type=int, default=12, help="default: %(default)s")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="default: all")
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), metavar="ARM", help=f"of {list(ARMS)}; default: all")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--input-tokens", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--output-tokens", type=int, default=128, help="tokens generated for each prompt")
@@ -310,6 +312,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--workdir", type=Path, help="where checkpoints and logs go; default: a temporary folder")
     parser.add_argument("--output-dir", type=Path, default=RESULTS, help="for serve_SHAPE.json; default: results")
     args = parser.parse_args(argv)
+    if unknown := set(args.arms) - set(ARMS):
+        parser.error(f"--arms: no {', '.join(sorted(unknown))}; there are {', '.join(ARMS)}")
     if args.rounds < 1 or args.layers < 1 or min(args.batches) < 1:
         parser.error("--rounds, --layers and --batches are at least 1")
     if args.loading and not args.files:

@@ -10,18 +10,22 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from vllm_ext.quantization import compressed_tensors, quantize_weight
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 BF16, PACKED = "bf16", "packed"
+FORMAT = {"format": "pt"}
+# Drawn, and handed to a model or written, at once: enough that a model's look at its own parameters costs little.
+BATCH_BYTES = 1 << 30
+Take = Callable[[dict[str, torch.Tensor]], None]
 # Every linear module that is no routed expert.
 PLAIN_MODULES = (
     "lm_head",
@@ -90,17 +94,79 @@ SHAPES = {
 }
 
 
+class Batches(dict[str, torch.Tensor]):
+    """Tensors by name that are given away, a batch at a time, before a new one would make too many."""
+
+    def __init__(self, take: Take) -> None:
+        super().__init__()
+        self.take = take
+
+    def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
+        if name not in self and sum(held.nbytes for held in self.values()) >= BATCH_BYTES:
+            self.give()
+        super().__setitem__(name, tensor)
+
+    def give(self) -> None:
+        """Give away what is held."""
+        held = dict(self)
+        self.clear()
+        self.take(held)
+
+
+def draw(kind: str, config: dict[str, Any], seed: int, device: str, take: Take) -> None:
+    """Draw the checkpoint of `config`, a family's config.json, and hand it to `take` in batches on `device`."""
+    _, make_weights = families()[kind]
+    from tiny_model_parts import Weights
+
+    weights = Weights(seed, device, store=device)
+    weights.tensors = Batches(take)
+    make_weights(weights, config)
+    weights.tensors.give()
+
+
+def rounded(held: dict[str, torch.Tensor], group: int | None) -> dict[str, torch.Tensor]:
+    """A batch with its experts rounded to nearest, in int4 with integer zero points; as it is without a `group`."""
+    if group is None:
+        return held
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in held.items():
+        found |= packed_tensors(name, tensor, group) if ".experts." in name else {name: tensor}
+    return found
+
+
+class Shards:
+    """A checkpoint that is written a file a batch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: dict[str, str] = {}
+
+    def add(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Write one more file."""
+        name = f"model-{len(set(self.files.values())):05d}.safetensors"
+        save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, self.folder / name, FORMAT)
+        self.files |= dict.fromkeys(tensors, name)
+
+    def finish(self) -> None:
+        """Write the index."""
+        index = {"metadata": {}, "weight_map": self.files}
+        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
 def write_checkpoints(shape: ServedShape, layers: int, folder: Path, *, packed: bool = True) -> dict[str, Path]:
     """Write `folder`/bf16 and, unless `packed` is false, `folder`/packed; the paths by name."""
-    families()
-    from tiny_models import write_tiny_model
+    paths = write_configs(shape, layers, folder)
+    if not packed:
+        shutil.rmtree(paths.pop(PACKED))
+    shards = {name: Shards(path) for name, path in paths.items()}
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    paths = {BF16: folder / BF16}
-    write_tiny_model(shape.kind, paths[BF16], device=device, num_hidden_layers=layers, **shape.fields)
-    if packed:
-        paths[PACKED] = folder / PACKED
-        pack(paths[BF16], paths[PACKED], shape.group, device)
+    def take(held: dict[str, torch.Tensor]) -> None:
+        for name, writer in shards.items():
+            writer.add(rounded(held, shape.group if name == PACKED else None))
+
+    draw(shape.kind, config_of(shape, layers), 0, "cuda" if torch.cuda.is_available() else "cpu", take)
+    for writer in shards.values():
+        writer.finish()
     return paths
 
 
@@ -111,7 +177,7 @@ def config_of(shape: ServedShape, layers: int) -> dict[str, Any]:
 
 
 def write_configs(shape: ServedShape, layers: int, folder: Path) -> dict[str, Path]:
-    """As `write_checkpoints` without any weights."""
+    """As `write_checkpoints` without any weights: the folders with their config.json."""
     config = config_of(shape, layers)
     quantization = compressed_tensors.make_config(shape.group, symmetric=False, ignore=PLAIN_MODULES)
     paths = {BF16: folder / BF16, PACKED: folder / PACKED}
@@ -131,26 +197,6 @@ def families() -> dict[str, Any]:
     from tiny_model_families import KINDS
 
     return dict(KINDS)
-
-
-def pack(source: Path, target: Path, group: int, device: str) -> None:
-    """Round the experts of a one-file checkpoint to nearest, in int4 with integer zero points."""
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    tensors: dict[str, torch.Tensor] = {}
-    plain: list[str] = []
-    with safe_open(source / "model.safetensors", "pt") as file:
-        for name in file.keys():  # noqa: SIM118  a safe_open is no mapping
-            if ".experts." not in name:
-                tensors[name] = file.get_tensor(name)
-                if name.endswith(".weight") and tensors[name].ndim == 2:
-                    plain.append(name.removesuffix(".weight"))
-                continue
-            for key, packed in packed_tensors(name, file.get_tensor(name).to(device), group).items():
-                tensors[key] = packed.cpu()
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    config["quantization_config"] = compressed_tensors.make_config(group, symmetric=False, ignore=["lm_head", *plain])
-    (target / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
 def packed_tensors(name: str, tensor: torch.Tensor, group: int) -> dict[str, torch.Tensor]:

@@ -7,7 +7,8 @@ import json
 
 import pytest
 import torch
-from vllm_ext.benchmarks import serve, serve_report
+from safetensors.torch import load_file
+from vllm_ext.benchmarks import serve, serve_checkpoints, serve_report
 from vllm_ext.benchmarks.serve_checkpoints import (
     BF16,
     PACKED,
@@ -136,15 +137,9 @@ def test_configurations_differ_by_their_quantization_alone(tmp_path):
     assert (plain["num_hidden_layers"], plain["hidden_size"], plain["moe_intermediate_size"]) == (12, 2816, 704)
 
 
-@pytest.mark.vllm
 @pytest.mark.parametrize("kind", ["qwen3-moe", "gemma4-moe"])
-def test_drawn_weights_are_those_of_the_files(tmp_path, kind, monkeypatch):
-    """Engines that draw their weights serve what engines that read checkpoints do, whatever the batches."""
-    pytest.importorskip("vllm")
-    from safetensors.torch import load_file
-    from vllm_ext.benchmarks import serve_weights
-
-    monkeypatch.setattr(serve_weights, "BATCH_BYTES", 20_000)
+def test_files_hold_what_is_drawn_whatever_the_batches(tmp_path, kind, monkeypatch):
+    """Engines that draw their weights serve what engines that read checkpoints do: those of examples/tiny_models.py."""
     fields = {
         "hidden_size": 64,
         "num_attention_heads": 2,
@@ -153,15 +148,24 @@ def test_drawn_weights_are_those_of_the_files(tmp_path, kind, monkeypatch):
         "moe_intermediate_size": 64,
     }
     shape = ServedShape(kind, fields, group=32)
+    batches = []
+    serve_checkpoints.draw(kind, config_of(shape, 1), 0, "cpu", batches.append)
+    (drawn,) = batches
+    monkeypatch.setattr(serve_checkpoints, "BATCH_BYTES", 20_000)
     paths = write_checkpoints(shape, 1, tmp_path)
-    for name, group in ((BF16, None), (PACKED, 32)):
-        batches: list[list[tuple[str, torch.Tensor]]] = []
-        serve_weights.draw(kind, config_of(shape, 1), 0, "cpu", group, batches.append)
-        drawn = {key: tensor for batch in batches for key, tensor in batch}
-        written = load_file(paths[name] / "model.safetensors")
-        assert len(batches) > 2
-        assert drawn.keys() == written.keys()
-        assert all(torch.equal(drawn[key], tensor) for key, tensor in written.items())
+    from tiny_models import write_tiny_model
+
+    whole = write_tiny_model(kind, tmp_path / "whole", num_hidden_layers=1, **fields)
+    for path, expected in (
+        (paths[BF16], drawn),
+        (paths[PACKED], serve_checkpoints.rounded(drawn, 32)),
+        (whole, drawn),
+    ):
+        files = list(path.glob("*.safetensors"))
+        assert (len(files) > 2) == (path != whole)
+        written = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        assert written.keys() == expected.keys()
+        assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
 
 
 def test_kv_cache_holds_the_largest_batch():
