@@ -237,24 +237,26 @@ def write_models(engines: dict[str, Engine], folder: Path) -> dict[str, str]:
     return models
 
 
-def run(engines: dict[str, Engine], folder: Path, args: argparse.Namespace, record: Any) -> None:
-    """Run the engines in order, at most --at-once side by side; `record` is called with all answers after each.
+def side_by_side(
+    jobs: dict[str, tuple[Any, ...]], says: dict[str, str], folder: Path, args: argparse.Namespace, record: Any
+) -> None:
+    """Call each job's (function, *arguments, where its answer goes as JSON) in a process of its own, in order, at most
+    --at-once side by side; `record` is called with all answers after each.
 
     One that fails or runs out of time answers {"error": the end of its log}.
     """
     begin = time.monotonic()
     server = engine_processes.context(ENVIRONMENT)
-    models = write_models(engines, folder)
-    waiting, running, answers = list(engines), dict[str, Running](), dict[str, Answer]()
+    waiting, running, answers = list(jobs), dict[str, Running](), dict[str, Answer]()
     while waiting or running:
         while waiting and len(running) < args.at_once:
             name = waiting.pop(0)
             log, result = folder / f"{len(answers) + len(running)}.log", folder / f"{name.replace(' ', '_')}.json"
-            process = engine_processes.start(server, child, (engines[name], models[engines[name].model], result), log)
-            running[name] = Running(process, log, result)
+            function, *arguments = jobs[name]
+            running[name] = Running(engine_processes.start(server, function, (*arguments, result), log), log, result)
         for name, one in list(running.items()):
             deadline = min(begin + args.timeout, one.begin + args.each)
-            if (answer := one.answer(engines[name].says, deadline)) is None:
+            if (answer := one.answer(says.get(name, ""), deadline)) is None:
                 continue
             del running[name]
             answers[name] = answer
@@ -280,16 +282,21 @@ def compare(expected: Answer, answer: Answer, tolerance: float) -> Answer:
     return {"ok": ok, "mean": mean, "max": max(gaps), "margins where tokens part": parted}
 
 
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """The options of `side_by_side`, and where results go."""
+    parser.add_argument("--at-once", type=int, default=6, help="engines side by side")
+    parser.add_argument("--each", type=float, default=90, help="seconds for one engine")
+    parser.add_argument("--timeout", type=float, default=170, help="seconds for all engines together")
+    parser.add_argument("--out", type=Path)
+
+
 def main() -> int:
     """Command line; see the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", choices=("features", "parallel"))
     parser.add_argument("--ray", action="store_true", help="also over Ray")
     parser.add_argument("--only", nargs="+", help="names of engines")
-    parser.add_argument("--at-once", type=int, default=6, help="engines side by side")
-    parser.add_argument("--each", type=float, default=90, help="seconds for one engine")
-    parser.add_argument("--timeout", type=float, default=170, help="seconds for all engines together")
-    parser.add_argument("--out", type=Path)
+    add_limits(parser)
     args = parser.parse_args()
     engines = {"features": FEATURES, "parallel": PARALLEL}[args.plan]
     wanted = args.only or [name for name in engines if args.ray or "Ray" not in name]
@@ -312,7 +319,9 @@ def main() -> int:
             args.out.write_text(json.dumps(result, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory() as folder:
-        run(engines, Path(folder), args, record)
+        models = write_models(engines, Path(folder))
+        jobs = {name: (child, engine, models[engine.model]) for name, engine in engines.items()}
+        side_by_side(jobs, {name: engine.says for name, engine in engines.items()}, Path(folder), args, record)
     print(json.dumps({key: value for key, value in result.items() if key != "run"}))
     return 0 if result["ok"] else 1
 
