@@ -43,6 +43,8 @@ ANSWER_TIMEOUT = 120.0
 # that computes something else moves it by the spread of the logits, 2.
 FAR_FROM_BF16 = 1.0
 BASE = "BF16"
+# Long prompts asked at once, each a step of its own: one alone would time the request's way through the engine too.
+PREFILLS = 4
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,9 @@ ARMS = {
 
 
 def kv_cache_bytes(config: dict[str, Any], args: argparse.Namespace) -> int:
-    """What all requests of the largest batch, or the prefill, take in 16 bits, and a third more."""
+    """What all requests of the largest batch, or the long prompts, take in 16 bits, and a third more."""
     heads, size = config["num_key_value_heads"], config["head_dim"]
-    tokens = max(args.prefill, max(args.batches) * (args.input_tokens + args.output_tokens), 4096)
+    tokens = max(PREFILLS * args.prefill, max(args.batches) * (args.input_tokens + args.output_tokens), 4096)
     return int(4 / 3 * tokens * config["num_hidden_layers"] * 2 * heads * size * 2)
 
 
@@ -172,18 +174,18 @@ def check_arms(serving: Serving, length: int) -> None:
 
 
 def cells(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What is timed: decoding at each batch size, and one long prefill. `warm` calls precede the first round."""
+    """What is timed: decoding at each batch size, and a few long prompts."""
     decode = [
         {"cell": f"batch {batch}", "batch": batch, "inputs": args.input_tokens, "outputs": args.output_tokens}
         for batch in args.batches
     ]
-    prefill = {"cell": f"prefill {args.prefill}", "batch": 1, "inputs": args.prefill, "outputs": 1}
+    prefill = {"cell": f"prefill {args.prefill}", "batch": PREFILLS, "inputs": args.prefill, "outputs": 1}
     return [*decode, prefill] if args.prefill else decode
 
 
 def rate(cell: dict[str, Any], answer: dict[str, Any]) -> float:
     """Output tokens a second of a decode cell, input tokens a second of the prefill."""
-    tokens = cell["inputs"] if cell["outputs"] == 1 else answer["tokens"]
+    tokens = cell["batch"] * cell["inputs"] if cell["outputs"] == 1 else answer["tokens"]
     return float(tokens / answer["seconds"])
 
 
@@ -301,7 +303,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--input-tokens", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--output-tokens", type=int, default=128, help="tokens generated for each prompt")
     parser.add_argument("--checked-tokens", type=int, default=256, help="tokens whose log-probabilities are compared")
-    parser.add_argument("--prefill", type=int, default=8192, help="tokens of the long prompt; 0: none")
+    parser.add_argument("--prefill", type=int, default=8192, help="tokens of a long prompt; 0: none")
     parser.add_argument("--rounds", type=int, default=6, help="times that every arm is measured; even")
     parser.add_argument("--seconds", type=float, default=3600, help="begin no round, but the first, later than this")
     parser.add_argument("--files", action="store_true", help="write checkpoints, and load them; default: draw weights")
