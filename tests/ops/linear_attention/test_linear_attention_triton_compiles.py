@@ -81,40 +81,80 @@ def test_the_state_stays_in_registers_from_product_to_product() -> None:
     assert re.findall(r"warp_group_dot_wait .*?pendings = (\d+)", loop)[-1] == "0"
 
 
-@pytest.mark.skipif(not triton.__version__.startswith(GLUON_VERSIONS), reason="Gluon of another version")
+GLUON = pytest.mark.skipif(not triton.__version__.startswith(GLUON_VERSIONS), reason="Gluon of another version")
+
+
+def descriptor(dtype: str, *block: int, swizzle: bool = True) -> str:
+    """A tile's type."""
+    from triton.experimental.gluon import language as gl
+
+    element = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}[dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
+    layout = layout if swizzle else gl.NVMMASharedLayout(0, 32, 2)
+    return f"tensordesc<{dtype}{list(block)},{layout!r}>"
+
+
+def compile_for_hopper(kernel: Any, types: dict[str, str], taken: dict[str, Any], warps: int, **options: int) -> Any:
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    names = kernel.arg_names
+    types = {"scale": "fp32", "cu_seqlens": "*i32", **types}
+    aligned = [name for name in names if types.get(name, "")[:1] == "*" or re.match("[qkg]_", name)]
+    source = GluonASTSource(
+        fn=kernel,
+        signature={name: "constexpr" if name in taken else types.get(name, "i32") for name in names},
+        constexprs={(names.index(name),): value for name, value in taken.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **options})
+
+
+@GLUON
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("transition", [False, True])
-def test_products_of_the_hopper_kernel_stay_in_flight(transition: bool, groups: int) -> None:
+def test_products_of_the_hopper_recurrence_stay_in_flight(transition: bool, groups: int) -> None:
     """The assembler once waited for each of the kernel's 44 products before the next, with a note nobody reads: an
     accumulator was touched while another product was in flight. A wait in every few products is what the code asks for.
     """
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
+    from vllm_ext.ops.linear_attention.triton.launch_hopper import stages
+    from vllm_ext.ops.linear_attention.triton.recurrence_hopper import recurrence_hopper_kernel
 
-    from vllm_ext.ops.linear_attention.triton.recurrence_hopper import recurrence_hopper_kernel, stages
-
-    def descriptor(dtype: Any, *block: int, swizzle: bool = True) -> str:
-        layout = gl.NVMMASharedLayout.get_default_for(list(block), dtype)
-        layout = layout if swizzle else gl.NVMMASharedLayout(0, 32, 2)
-        return f"tensordesc<{dtype}{list(block)},{layout!r}>"
-
-    keys, square = descriptor(gl.bfloat16, 64, 128), descriptor(gl.bfloat16, 64, 64)
+    keys, square = descriptor("bf16", 64, 128), descriptor("bf16", 64, 64)
     types = {"k": keys, "q": keys, "tails": keys, **dict.fromkeys(("v", "o", "inverse", "scores"), square)}
-    types["factors"] = descriptor(gl.float32, 1, 256, swizzle=False)
-    types |= {"cu_seqlens": "*i32", "o_pointer": "*bf16"}
+    types |= {"factors": descriptor("fp32", 1, 256, swizzle=False), "o_pointer": "*bf16"}
     types |= dict.fromkeys(("initial_state", "carries", "final_state"), "*fp32")
     taken = {"K": 128, "V": 128, "GROUPS": groups, "KDA": False, "TRANSITION": transition, "V_FIRST": True}
     taken |= {"PACKED": True, "STAGES": stages(128, groups, False)}
-    names = recurrence_hopper_kernel.arg_names
-    source = GluonASTSource(
-        fn=recurrence_hopper_kernel,
-        signature={name: "constexpr" if name in taken else types.get(name, "i32") for name in names},
-        constexprs={(names.index(name),): value for name, value in taken.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in names if types.get(name, "")[:1] == "*"},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    compiled = compile_for_hopper(recurrence_hopper_kernel, types, taken, 4)
     products = len(re.findall("wgmma.mma_async", compiled.asm["ptx"]))
     assert products == groups * (16 if transition else 28)
     sass = compiled.asm["sass"]
     assert len(re.findall("HGMMA", sass)) == products
-    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) <= 4 * groups
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) <= 5 * groups
+
+
+@GLUON
+@pytest.mark.parametrize("name", ["gdn", "kda", "inverse"])
+def test_what_prepares_chunks_on_hopper_keeps_to_its_registers(name: str) -> None:
+    """KDA's preparation once spilled 2.4 KiB a thread and took eight times the recurrence's time for it."""
+    from vllm_ext.ops.linear_attention.triton.inverse_hopper import invert_hopper_kernel
+    from vllm_ext.ops.linear_attention.triton.launch_hopper import PREPARE_REGISTERS
+    from vllm_ext.ops.linear_attention.triton.prepare_gdn_hopper import prepare_gdn_hopper_kernel
+    from vllm_ext.ops.linear_attention.triton.prepare_kda_hopper import prepare_kda_hopper_kernel
+
+    keys, square = descriptor("bf16", 64, 128), descriptor("bf16", 64, 64)
+    common = {"g": "*fp32", "beta": "*bf16", "factors": "*fp32", "decays": "*fp32"}
+    pointers = {**dict.fromkeys(NARROW, "*bf16"), "coupling": "*fp16"}
+    tiles = {"q": keys, "k": keys, "inverse": square, "scores": square, "coupling": descriptor("fp16", 64, 64)}
+    kernel, types, warps = {
+        "gdn": (prepare_gdn_hopper_kernel, {**tiles, **common}, 4),
+        "kda": (prepare_kda_hopper_kernel, {**pointers, **common}, 8),
+        "inverse": (invert_hopper_kernel, {**tiles, **common}, 4),
+    }[name]
+    taken = {"K": 128, "NORMALISE": False, "PACKED": True}
+    taken = {key: value for key, value in taken.items() if key in kernel.arg_names}
+    compiled = compile_for_hopper(kernel, types, taken, warps, maxnreg=PREPARE_REGISTERS)
+    sass = compiled.asm["sass"]
+    assert "HGMMA" in sass
+    assert len(re.findall(r"\b(?:LDL|STL)\b", sass)) <= 60
+    assert not re.search(r"\batom\.|\bred\.", compiled.asm["ptx"])

@@ -1,8 +1,8 @@
 """The inverse of a chunk's unit lower triangular matrix for compute capability 9.0, in Gluon.
 
-The diagonal blocks of 16 rows by substitution, a column a thread, in FP32. With D the inverses of the diagonal blocks of
-a size, the blocks between two of them are -D_i A_ij D_j: two products of whole tiles, of which these are kept. FP16 in
-the products has three bits more than the BF16 that the inverse is rounded to in the end.
+The diagonal blocks of 16 rows by substitution, a column a thread, in FP32. With D the inverses of the diagonal blocks
+of a size, the blocks between two of them are -D_i A_ij D_j: two products of whole tiles, of which these are kept. FP16
+in the products has three bits more than the BF16 that the inverse is rounded to in the end.
 """
 
 # Triton's functions take tensors and compile-time values of any kind.

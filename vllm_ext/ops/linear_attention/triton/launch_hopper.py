@@ -23,7 +23,7 @@ _LEAST_COLUMNS = 64
 _MOST_STAGES = 3
 _SHARED_BYTES = 227 * 1024
 # Of a thread: four programs of four warps on a multiprocessor, or two of eight.
-_PREPARE_REGISTERS = 128
+PREPARE_REGISTERS = 128
 
 
 def serves(key_dim: int, value_dim: int, num_tokens: int) -> bool:
@@ -63,7 +63,7 @@ def prepare_gdn(
     prepare_gdn_hopper_kernel[grid](
         descriptor(q.flatten(1), keys), descriptor(k.flatten(1), keys), g, beta, cu_seqlens, _square(inverse),
         _square(scores), factors, *counts, *steps[2:4], *steps[6:], **constants,
-        num_warps=4, maxnreg=_PREPARE_REGISTERS,
+        num_warps=4, maxnreg=PREPARE_REGISTERS,
     )  # fmt: skip
 
 
@@ -84,12 +84,12 @@ def prepare_kda(
     coupling = inverse.view(torch.float16)
     prepare_kda_hopper_kernel[grid](
         q, k, g, beta, cu_seqlens, coupling, *results[1:], *counts, *steps, **constants,
-        num_warps=constants["K"] // 16, maxnreg=_PREPARE_REGISTERS,
+        num_warps=constants["K"] // 16, maxnreg=PREPARE_REGISTERS,
     )  # fmt: skip
     _, num_sequences, num_tokens, heads, _ = counts
     invert_hopper_kernel[grid](
         _square(coupling), _square(inverse), beta, cu_seqlens, num_sequences, num_tokens, heads, steps[3], steps[7],
-        PACKED=constants["PACKED"], num_warps=4, maxnreg=_PREPARE_REGISTERS,
+        PACKED=constants["PACKED"], num_warps=4, maxnreg=PREPARE_REGISTERS,
     )  # fmt: skip
 
 
