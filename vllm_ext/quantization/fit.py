@@ -15,6 +15,8 @@ TOP = LEVELS - 1
 # Chosen by the loss of a model trained on full-precision weights: docs/quantization.md.
 NARROW = 0.95
 ROUNDING = 2e-6
+# For fewer rows cuBLAS may take another kernel of its matrix-vector product, which adds in another order.
+PRODUCT_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,12 @@ def total(values: torch.Tensor) -> torch.Tensor:
     """The sum of each group [R, G, g], FP32 [R, G]."""
     if on_gpu(values):
         # A product with ones: at 64 a group it takes 0.6 of the time of sum's kernel, which is made for longer rows.
-        return torch.mv(values.flatten(0, 1), values.new_ones(values.shape[-1])).view(values.shape[:-1])
+        # Few rows are filled up with zeros, so that a group's sum does not depend on what it is quantised with.
+        rows = values.flatten(0, 1)
+        count = len(rows)
+        if count < PRODUCT_ROWS:
+            rows = torch.nn.functional.pad(rows, (0, 0, 0, PRODUCT_ROWS - count))
+        return torch.mv(rows, values.new_ones(rows.shape[1]))[:count].view(values.shape[:-1])
     return values.sum(-1, dtype=torch.float32)
 
 
