@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm_ext.benchmarks.linear_attention_common import FUNCTIONS, Row, errors, first_heads, make_call
+from vllm_ext.benchmarks.linear_attention_common import FUNCTIONS, HEAD_DIM, Row, errors, first_heads, make_call
 from vllm_ext.benchmarks.linear_attention_peers import PEERS, PUBLISHED
 from vllm_ext.benchmarks.moe_common import graph_milliseconds, matrix_rate, memory_bandwidth
 from vllm_ext.benchmarks.registry import Benchmark, CheckFailed
+
+from vllm_ext.ops.linear_attention.triton.plan import map_prefill
 
 TOLERANCE = 6e-3
 PEER_TOLERANCE = 2e-2
@@ -57,35 +59,46 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replays", type=int, default=15)
 
 
-def _warm(task: tuple[Row, str | None]) -> str:
-    """Compile what a row needs in a worker, whose kernels land in caches on disk."""
-    row, peer = task
+def _warm(task: tuple[list[Row], str | None]) -> str:
+    """Compile what rows need in a worker, whose kernels land in caches on disk."""
+    rows, peer = task
     try:
-        call = make_call(row)
-        if peer is None:
-            FUNCTIONS[row.op](**call, backend="triton")
-        else:
-            PEERS[peer](row.op, call)()
-        torch.cuda.synchronize()
+        for row in rows:
+            call = make_call(row)
+            if peer is None:
+                FUNCTIONS[row.op](**call, backend="triton")
+            else:
+                PEERS[peer](row.op, call)()
+            torch.cuda.synchronize()
         return ""
     except Exception as error:
         return f"{row.name}, {peer or 'ours'}: {type(error).__name__}: {str(error)[:200]}"
+
+
+def _tasks(args: argparse.Namespace) -> list[tuple[list[Row], str | None]]:
+    """What to compile: FlashQLA's kernels depend on the row, FLA's on the heads, ours on how the row is mapped."""
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    tasks: dict[tuple[Any, ...], tuple[list[Row], str | None]] = {}
+    for row in _rows(args):
+        for peer in _peers(args, row):
+            rows = tasks.setdefault((peer, row.op, row.heads, row.value_heads), ([], peer))[0]
+            if peer == "FlashQLA" or not rows:
+                rows.append(row)
+    for row in _rows(args):
+        count = len(row.lengths)
+        mapping = map_prefill(row.tokens, count, row.value_heads, HEAD_DIM, HEAD_DIM, multiprocessors)
+        kind = (None, row.op, mapping.block_columns, mapping.segment_chunks is None)
+        tasks.setdefault(kind, ([row], None))
+    return list(tasks.values())
 
 
 def check(args: argparse.Namespace) -> None:
     """A GPU, and kernels compiled by several processes; each row is checked when it is measured."""
     if not torch.cuda.is_available():
         raise RuntimeError("bench linear-attention: a CUDA device is needed, torch sees none")
-    tasks: dict[tuple[Any, ...], tuple[Row, str | None]] = {}
-    for row in _rows(args):
-        for peer in _peers(args, row):
-            tasks.setdefault((peer, row.op, row.heads, row.value_heads, len(row.lengths) > 1), (row, peer))
-    for row in _rows(args):
-        tasks.setdefault(
-            (None, row.op, row.value_heads // row.heads, row.tokens >= 8192, len(row.lengths)), (row, None)
-        )
+    tasks = _tasks(args)
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
-        for number, failed in enumerate(pool.imap_unordered(_warm, list(tasks.values())), 1):
+        for number, failed in enumerate(pool.imap_unordered(_warm, tasks), 1):
             print(f"compiled {number} of {len(tasks)}{': ' if failed else ''}{failed}", file=sys.stderr, flush=True)
 
 

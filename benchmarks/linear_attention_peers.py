@@ -7,7 +7,10 @@ CUDA graphs, FlashInfer 0.6.13, fla 0.5.1, head size 128).
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -57,8 +60,33 @@ PUBLISHED: dict[tuple[int, int], dict[str, tuple[float, float, float]]] = {
 }
 
 
+@functools.cache
+def _compile_candidates_in_threads() -> None:
+    """Let Triton's autotuner compile all it is about to try at once: one after the other takes FLA minutes."""
+    from triton.runtime._async_compile import AsyncCompileMode
+    from triton.runtime.autotuner import Autotuner
+
+    tune = Autotuner.run
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.nargs = dict(zip(self.arg_names, args, strict=False))
+        named = {name: value for name, value in {**self.nargs, **kwargs}.items() if name in self.arg_names}
+        key = [named[name] for name in self.keys if name in named]
+        key += [str(value.dtype) for value in named.values() if hasattr(value, "dtype")]
+        if len(self.configs) > 1 and tuple(key) not in self.cache:
+            with ThreadPoolExecutor(8) as pool, AsyncCompileMode(pool, ignore_errors=True):
+                for config in self.prune_configs(kwargs):
+                    # One that does not compile is left out when it is tried.
+                    with contextlib.suppress(Exception):
+                        self.fn.run(*args, **{**kwargs, "warmup": True}, **config.all_kwargs())
+        return tune(self, *args, **kwargs)
+
+    Autotuner.run = run
+
+
 def fla(op: str, call: dict[str, Any]) -> Call:
     """fla-core's chunked kernels."""
+    _compile_candidates_in_threads()
     if op == "gdn":
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as function
     else:

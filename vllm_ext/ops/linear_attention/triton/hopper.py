@@ -22,6 +22,18 @@ def exp2(x):
 
 
 @gluon.jit
+def await_launches():
+    """Wait for the launches before this one, which may still run if this one was launched as their dependent."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def let_dependents_launch():
+    """Once every program has come here, a dependent launch may take the place that programs leave."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
 def add(a, b):
     return a + b
 

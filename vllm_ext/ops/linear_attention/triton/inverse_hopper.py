@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vllm_ext.ops.linear_attention.triton.hopper import sequence_of_slot
+from vllm_ext.ops.linear_attention.triton.hopper import await_launches, let_dependents_launch, sequence_of_slot
 
 
 @gluon.jit
@@ -146,6 +146,7 @@ def invert_hopper_kernel(
     """inverse [slots value_heads 64, 64] = (I + strictlower(coupling))^-1 diag(beta), both by descriptors; coupling
     FP16. Grid: value_heads within slots of 64 tokens; on four warps.
     """
+    let_dependents_launch()
     slot = gl.program_id(0) // value_heads
     head = gl.program_id(0) % value_heads
     _, begin, length, chunk, _ = sequence_of_slot(cu_seqlens, slot, num_sequences, num_tokens, 64, PACKED)
@@ -159,6 +160,7 @@ def invert_hopper_kernel(
     mbarrier.init(arrived, count=1)
     fence_async_shared()
     gl.thread_barrier()
+    await_launches()
     mbarrier.expect(arrived, 8192)
     tma.async_copy_global_to_shared(coupling, [out, 0], arrived, tile)
     at = gl.arange(0, 64, gl.BlockedLayout([2], [32], [4], [0]))

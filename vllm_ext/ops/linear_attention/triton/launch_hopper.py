@@ -24,6 +24,8 @@ _MOST_STAGES = 3
 _SHARED_BYTES = 227 * 1024
 # Of a thread: four programs of four warps on a multiprocessor, or two of eight.
 PREPARE_REGISTERS = 128
+# Whether launches may start while those that they wait for still end.
+DEPENDENT = False
 
 
 def serves(key_dim: int, value_dim: int, num_tokens: int) -> bool:
@@ -89,7 +91,7 @@ def prepare_kda(
     _, num_sequences, num_tokens, heads, _ = counts
     invert_hopper_kernel[grid](
         _square(coupling), _square(inverse), beta, cu_seqlens, num_sequences, num_tokens, heads, steps[3], steps[7],
-        PACKED=constants["PACKED"], num_warps=4, maxnreg=PREPARE_REGISTERS,
+        PACKED=constants["PACKED"], num_warps=4, maxnreg=PREPARE_REGISTERS, launch_pdl=DEPENDENT,
     )  # fmt: skip
 
 
@@ -129,4 +131,5 @@ def recur(
         sizes.num_sequences, sizes.num_tokens, sizes.value_heads, sizes.value_heads // sizes.heads, segment_chunks,
         K=sizes.key_dim, V=sizes.value_dim, GROUPS=groups, KDA=kda, TRANSITION=transition,
         V_FIRST=call.state_v_first, PACKED=sizes.packed, STAGES=stages(sizes.key_dim, groups, kda), num_warps=4,
+        launch_pdl=DEPENDENT,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from vllm_ext.ops.linear_attention.triton.hopper import (
     LOG2_E,
     add,
     exp2,
+    let_dependents_launch,
     sequence_of_slot,
     zero_past,
 )
@@ -59,6 +60,7 @@ def prepare_gdn_hopper_kernel(
     PACKED: gl.constexpr,
 ):
     """Tiles by descriptors: q and k [tokens, heads K], inverse and scores [slots value_heads 64, 64]. On four warps."""
+    let_dependents_launch()
     slot = gl.program_id(0) // value_heads
     head = gl.program_id(0) % value_heads
     _, begin, length, chunk, _ = sequence_of_slot(cu_seqlens, slot, num_sequences, num_tokens, 64, PACKED)

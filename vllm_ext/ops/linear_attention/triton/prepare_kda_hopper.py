@@ -19,7 +19,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vllm_ext.ops.linear_attention.triton.hopper import L2_NORM_EPS, LEAST_STEP, LOG2_E, exp2, sequence_of_slot
+from vllm_ext.ops.linear_attention.triton.hopper import (
+    L2_NORM_EPS,
+    LEAST_STEP,
+    LOG2_E,
+    exp2,
+    let_dependents_launch,
+    sequence_of_slot,
+)
 from vllm_ext.ops.linear_attention.triton.inverse_hopper import join_rows
 
 # One compiled kernel serves every count.
@@ -194,6 +201,7 @@ def prepare_kda_hopper_kernel(
     """Arguments as `prepare_kda_kernel`, but coupling [slots, value_heads, 64, 64], FP16, for the inverse: strictlower(
     beta_i between(i, j) k_i.k_j). On K / 16 warps.
     """
+    let_dependents_launch()
     slot = gl.program_id(0) // value_heads
     head = gl.program_id(0) % value_heads
     _, begin, length, chunk, _ = sequence_of_slot(cu_seqlens, slot, num_sequences, num_tokens, 64, PACKED)

@@ -19,7 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vllm_ext.ops.linear_attention.triton.hopper import sequence_of_slot, zero_past
+from vllm_ext.ops.linear_attention.triton.hopper import (
+    await_launches,
+    let_dependents_launch,
+    sequence_of_slot,
+    zero_past,
+)
 
 # One compiled kernel serves every count.
 _UNSPECIALIZED = ["num_sequences", "num_tokens", "value_heads", "heads_a_key", "segment_chunks"]
@@ -233,6 +238,7 @@ def recurrence_hopper_kernel(
     (KDA: k, q, tails [slots heads 64, K]), v and o [tokens, heads V], inverse and scores [slots heads 64, 64], factors
     [slots heads, 256] (KDA: [.., K]).
     """
+    let_dependents_launch()
     dtype: gl.constexpr = v.dtype
     FACTORS: gl.constexpr = K if KDA else 256
     COLUMN_BLOCKS: gl.constexpr = (V + K if TRANSITION else V) // (64 * GROUPS)
@@ -269,6 +275,7 @@ def recurrence_hopper_kernel(
         mbarrier.init(free.index(stage), count=GROUPS)
     fence_async_shared()
 
+    await_launches()
     p: gl.constexpr = (K, V, GROUPS, KDA, TRANSITION, V_FIRST, STAGES)
     tiles = (k_tiles, q_tiles, v_tiles, solve_tiles, weight_tiles, tail_tiles, factor_tiles, o_tiles)
     descriptors = (k, q, v, tails, inverse, scores, factors, o)
