@@ -69,6 +69,15 @@ class Served:
             "distinct": sum(distinct) / max(1, len(distinct)),
         }
 
+    def warm(self, cells: list[dict[str, int]], lengths: list[int]) -> Answer:
+        """Everything that is timed once, and single prompts of `lengths`: a batch's prompts come in steps of any size,
+        and kernels of some sizes are compiled when they are first met."""
+        for length in lengths:
+            self.generate(1, length, 1, seed=99)
+        for cell in cells:
+            self.generate(**cell, seed=99)
+        return {}
+
     def score(self, length: int, seed: int) -> Answer:
         """Log-probabilities of a random prompt's own tokens."""
         from vllm import SamplingParams
@@ -184,8 +193,15 @@ class EngineProcess:
 
     def ask(self, op: str, timeout: float, **arguments: Any) -> Answer:
         """Send a request to a method of `Served` and wait for its answer."""
-        self._connection.send({"op": op, **arguments})
+        self.send(op, **arguments)
         return self.answer(timeout)
+
+    def send(self, op: str, **arguments: Any) -> None:
+        """Send a request, whose answer is fetched later."""
+        try:
+            self._connection.send({"op": op, **arguments})
+        except OSError:
+            raise RuntimeError(f"bench serve: the engine {self.name!r} ended:\n{self._log_end()}") from None
 
     def _log_end(self) -> str:
         if not self.log.exists():
