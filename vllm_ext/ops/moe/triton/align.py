@@ -21,7 +21,8 @@ from vllm_ext.ops.moe.triton.dequant import scale_activations
 from vllm_ext.ops.moe.triton.pdl import dependent_launch, wait_for_previous
 
 _ONE_LAUNCH_SLOTS = 4096
-_PLACE_SLOTS = 256
+_CHUNK_SLOTS = 256
+_PLACE_SLOTS = 32
 _MAX_CHUNKS = 256
 
 
@@ -216,8 +217,8 @@ def _offset_kernel(
     _clear_flags(flags, num_flags, num_experts)
     bins = tl.arange(0, BINS)
     totals = tl.zeros([BINS], tl.int32)
-    for base in range(0, num_chunks, 32):
-        row = base + tl.arange(0, 32)
+    for base in range(0, num_chunks, 64):
+        row = base + tl.arange(0, 64)
         ok = (row < num_chunks)[:, None] & (bins < num_experts)[None, :]
         totals += tl.sum(tl.load(counts + row[:, None] * BINS + bins[None, :], mask=ok, other=0), 0)
     count = tl.sum(tl.where(bins == pid, totals, 0))
@@ -243,11 +244,11 @@ def _place_kernel(
     HAS_MAP: tl.constexpr,
     BINS: tl.constexpr,
     SLOTS: tl.constexpr,
+    STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Put SLOTS slots at their places: their chunk's offset plus the equal ids before them in the chunk."""
     wait_for_previous(PDL)
-    STEP: tl.constexpr = 32
     start = tl.program_id(0) * SLOTS
     chunk = start // chunk_slots
     slot = start + tl.arange(0, SLOTS)
@@ -319,15 +320,15 @@ def align(
         _align_kernel[(num_experts + num_tokens,)](
             topk_ids, id_map, x, scaled, sorted_slots, blocks, other, group_sums, flags, num_slots, *limits, num_flags,
             num_experts, num_global, x.stride(0),
-            CHUNK=chunk, num_warps=8 if chunk >= 1024 else 4, **ids, **tokens, **token, **launch,
+            CHUNK=chunk, num_warps=min(max(chunk // 128, 4), 16), **ids, **tokens, **token, **launch,
         )  # fmt: skip
         return aligned
-    chunk_slots = max(_PLACE_SLOTS, triton.next_power_of_2(triton.cdiv(num_slots, _MAX_CHUNKS)))
+    chunk_slots = max(_CHUNK_SLOTS, triton.next_power_of_2(triton.cdiv(num_slots, _MAX_CHUNKS)))
     num_chunks = triton.cdiv(num_slots, chunk_slots)
     counts, offsets = torch.empty(2, num_chunks, ids["BINS"], dtype=torch.int32, device=x.device)
     _count_kernel[(num_chunks + num_tokens,)](
         topk_ids, id_map, x, scaled, counts, group_sums, num_slots, num_chunks, chunk_slots, num_experts, num_global,
-        x.stride(0), STEP=_PLACE_SLOTS, num_warps=4, **ids, **token, **launch,
+        x.stride(0), STEP=_CHUNK_SLOTS, num_warps=4, **ids, **token, **launch,
     )  # fmt: skip
     _offset_kernel[(num_experts,)](
         counts, offsets, blocks, other, flags, num_chunks, *limits, num_flags, num_experts,
@@ -335,6 +336,6 @@ def align(
     )  # fmt: skip
     _place_kernel[(triton.cdiv(num_slots, _PLACE_SLOTS),)](
         topk_ids, id_map, offsets, sorted_slots, num_slots, chunk_slots, num_experts, num_global,
-        SLOTS=_PLACE_SLOTS, num_warps=8, **ids, **launch,
+        SLOTS=_PLACE_SLOTS, STEP=_CHUNK_SLOTS, num_warps=4, **ids, **launch,
     )  # fmt: skip
     return aligned
