@@ -80,6 +80,7 @@ class Switch:
         self.original = find_experts(model)
         self.parameters = {name: weight_parameters(module) for name, module in self.original.items()}
         self.quantized: dict[str, nn.Module] = {}
+        self.graphs: dict[int, LayerGraphs] = {}
         self.report: Report | None = None
         self.acceleration: Acceleration | None = None
 
@@ -108,7 +109,8 @@ class Switch:
             for module in self.quantized.values():
                 for part in module.modules():
                     if isinstance(part, QuantizedExperts):
-                        part.graphs = LayerGraphs() if arm.replay else None
+                        # Kept from turn to turn: recording is paid once, as it is by a user.
+                        part.graphs = self.graphs.setdefault(id(part), LayerGraphs()) if arm.replay else None
         elif arm.experts == "free":
             self._place({name: FreeExperts() for name in self.original})
         else:

@@ -74,8 +74,10 @@ def config(size: Size) -> Any:
 
 @torch.no_grad()
 def random_model(size: Size, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
-    """The model in eval mode: products of unit gain, norms about one, attention scores too. Made where it runs, in
-    seconds.
+    """The model in eval mode, made where it runs, in seconds: products of unit gain, attention scores of unit variance.
+
+    What a layer adds to the residual is scaled by the root of the number of additions, as trained models have it (GPT-2
+    begins so). Without, tokens grow alike, a third of the experts is never hit, and a rounding grows with every layer.
     """
     from transformers import DiffusionGemmaForBlockDiffusion
 
@@ -93,20 +95,23 @@ def random_model(size: Size, device: torch.device, dtype: torch.dtype = torch.bf
             if parameter is None:
                 continue
             if id(parameter) not in made:
-                made[id(parameter)] = _filled(f"{name}.{key}", parameter, device, dtype, generator)
+                made[id(parameter)] = _filled(f"{name}.{key}", parameter, size, dtype, generator)
             module._parameters[key] = made[id(parameter)]
         _real_buffers(module, device, dtype)
     return skeleton.eval()
 
 
 def _filled(
-    name: str, parameter: torch.Tensor, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+    name: str, parameter: torch.Tensor, size: Size, dtype: torch.dtype, generator: torch.Generator
 ) -> nn.Parameter:
-    value = torch.empty(parameter.shape, device=device, dtype=dtype)
+    value = torch.empty(parameter.shape, device=generator.device, dtype=dtype)
     if parameter.dim() < 2:
-        # Scores are not divided by anything. With weights of one they would deviate by the root of the head's size,
-        # each query would look at one key, and a rounding could choose another.
-        gain = parameter.shape[0] ** -0.25 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
+        gain = 1.0
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            # The model divides scores by nothing: with weights of one they deviate by the root of the head's size.
+            gain = parameter.shape[0] ** -0.25
+        elif name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
+            gain = (2 * size.layers) ** -0.5
         value.normal_(1.0, 0.05, generator=generator).mul_(gain)
     else:
         gain = 0.02 if "embed_tokens" in name else 1 / math.sqrt(parameter.shape[-1])

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,34 +50,69 @@ def _seconds(model: Any, ids: torch.Tensor, steps: int, seed: int) -> float:
     return time.perf_counter() - start
 
 
-def step_milliseconds(model: Any, ids: torch.Tensor, steps: int, repeats: int = 1) -> dict[str, Any]:
-    """A step's time, from `steps` + 1 steps less one step, after a warm-up; and that of the whole `generate()`.
+@contextmanager
+def stamped_steps(model: Any) -> Iterator[list[float]]:
+    """Collects when each denoising step of `generate()` begins. A step ends with a question that the GPU answers."""
+    stamps: list[float] = []
+    own = model.__dict__.get("_denoising_step")
+    step = model._denoising_step
 
-    Medians of `repeats` runs, whose steps `runs_ms` lists.
-    """
-    # Layers are recorded (layer_graphs.py) at the third call: of a canvas, and of a prompt.
-    for warmup in (5, 1, 1):
-        _seconds(model, ids, warmup, 0)
-    # The collector walks all that packing has left behind, in the middle of a run.
+    def stamped(*args: Any, **inputs: Any) -> Any:
+        stamps.append(time.perf_counter())
+        return step(*args, **inputs)
+
+    model._denoising_step = stamped
+    try:
+        yield stamps
+    finally:
+        del model._denoising_step
+        if own is not None:
+            model._denoising_step = own
+
+
+def warm_up(model: Any, ids: torch.Tensor) -> None:
+    """Kernels are compiled, graphs recorded: of layers (layer_graphs.py) at the third call of a canvas and a prompt."""
+    for steps in (5, 1, 1):
+        _seconds(model, ids, steps, 0)
+
+
+def one_run(model: Any, ids: torch.Tensor, steps: int, seed: int) -> tuple[float, float]:
+    """(median of a step after the first, whole `generate()`), milliseconds, of `steps` + 1 steps."""
+    # A collector that walks all that packing has left behind would do so in the middle of a run.
     gc.collect()
     gc.freeze()
-    found = []
     try:
-        for seed in range(repeats):
-            first, all_steps = _seconds(model, ids, 1, seed), _seconds(model, ids, 1 + steps, seed)
-            found.append((1e3 * (all_steps - first) / steps, 1e3 * all_steps))
+        with stamped_steps(model) as stamps:
+            whole = _seconds(model, ids, 1 + steps, seed)
     finally:
         gc.unfreeze()
-    runs = [step for step, _ in found]
-    whole = statistics.median(whole for _, whole in found)
-    return {"step_ms": statistics.median(runs), "generate_ms": whole, "runs_ms": runs}
+    times = [1e3 * (end - start) for start, end in itertools.pairwise(stamps)]
+    return statistics.median(times[1:] or times), 1e3 * whole
+
+
+def step_milliseconds(model: Any, ids: torch.Tensor, steps: int, repeats: int = 1) -> dict[str, Any]:
+    """A step's time and the whole `generate()`'s, medians of `repeats` runs after a warm-up; `runs_ms` lists them."""
+    warm_up(model, ids)
+    return _row([one_run(model, ids, steps, seed) for seed in range(repeats)])
+
+
+def _row(found: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    runs, whole = [step for step, _ in found], [whole for _, whole in found]
+    return {"step_ms": statistics.median(runs), "generate_ms": statistics.median(whole), "runs_ms": runs}
 
 
 def run_arms(switch: Switch, names: Sequence[str], steps: int, repeats: int = 1) -> list[dict[str, Any]]:
-    """One row an arm, in the order given (an arm may come twice: then it ran early and late)."""
+    """One row an arm.
+
+    Arms that change nothing but the experts wait for a host whose speed drifts: they take turns, forwards and
+    backwards, in twice as many rounds as there are repeats. The other arms run one after another.
+    """
     ids = prompt_ids(switch.model)
-    rows = []
+    taking_turns = [name for name in dict.fromkeys(names) if not ARMS[name].patched]
+    rows = _take_turns(switch, taking_turns, ids, steps, 2 * repeats) if taking_turns else []
     for name in names:
+        if name in taking_turns:
+            continue
         switch.to(ARMS[name])
         if ids.is_cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -83,14 +120,49 @@ def run_arms(switch: Switch, names: Sequence[str], steps: int, repeats: int = 1)
         if ids.is_cuda:
             row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         rows.append(row)
-        print(f"{name:20} {row['step_ms']:9.2f} ms a step, generate() {row['generate_ms']:9.1f} ms", flush=True)
+        _print(row)
     return rows
 
 
+def _take_turns(
+    switch: Switch, names: Sequence[str], ids: torch.Tensor, steps: int, rounds: int
+) -> list[dict[str, Any]]:
+    for name in names:
+        switch.to(ARMS[name])
+        warm_up(switch.model, ids)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for name in names if turn % 2 == 0 else reversed(names):
+            switch.to(ARMS[name])
+            found[name].append(one_run(switch.model, ids, steps, turn))
+        print(f"round {turn + 1}: {', '.join(f'{name} {found[name][-1][0]:.2f}' for name in names)} ms", flush=True)
+    rows = [{"arm": name, "steps": steps, **_row(found[name]), **readings()} for name in names]
+    for row in rows:
+        _print(row)
+    return rows
+
+
+def _print(row: dict[str, Any]) -> None:
+    print(f"{row['arm']:20} {row['step_ms']:9.2f} ms a step, generate() {row['generate_ms']:9.1f} ms", flush=True)
+
+
 def best(rows: Sequence[dict[str, Any]], name: str) -> float | None:
-    """The median time of all runs of an arm, early and late, None where it did not run."""
+    """The median time of all runs of an arm, None where it did not run."""
     times = [time for row in rows if row["arm"] == name for time in row.get("runs_ms", [row["step_ms"]])]
     return statistics.median(times) if times else None
+
+
+def ratio(rows: Sequence[dict[str, Any]], slow: str, fast: str) -> float | None:
+    """How often `fast` fits into `slow`: the median of the rounds' ratios where both took turns, else of medians."""
+    runs = [[row for row in rows if row["arm"] == name] for name in (slow, fast)]
+    if not all(runs):
+        return None
+    if all(not ARMS[name].patched for name in (slow, fast)) and all("runs_ms" in rows[0] for rows in runs):
+        return statistics.median(a / b for a, b in zip(runs[0][0]["runs_ms"], runs[1][0]["runs_ms"], strict=True))
+    first, second = best(rows, slow), best(rows, fast)
+    assert first is not None
+    assert second is not None
+    return first / second
 
 
 def amdahl(rows: Sequence[dict[str, Any]], layer_ms: dict[str, float], layers: int) -> list[dict[str, Any]]:
@@ -105,26 +177,25 @@ def amdahl(rows: Sequence[dict[str, Any]], layer_ms: dict[str, float], layers: i
     """
     found = []
     for arm, suffix in (("experts", ""), ("experts-launched", ""), ("experts", "-captured")):
-        stock, free, experts = (best(rows, f"{name}{suffix}") for name in ("stock", "free", arm))
-        if stock is None or experts is None:
+        stock = best(rows, f"stock{suffix}")
+        speedup, bound = ratio(rows, f"stock{suffix}", f"{arm}{suffix}"), ratio(rows, f"stock{suffix}", f"free{suffix}")
+        if stock is None or speedup is None:
             continue
-        row: dict[str, Any] = {"arm": arm, "mode": suffix.lstrip("-") or "eager", "speedup": stock / experts}
-        if free is not None:
-            row["bound_free"] = stock / free
-            # What the swap adds to a forward without experts can be hidden behind nothing but itself.
-            row["share_of_free"] = row["speedup"] / row["bound_free"]
+        row: dict[str, Any] = {"arm": arm, "mode": suffix.lstrip("-") or "eager", "speedup": speedup}
+        if bound is not None:
+            row["bound_free"] = bound
         if layer_ms:
-            saved = layers * (layer_ms["stock"] - layer_ms["ours"])
+            left = 1 - layers * (layer_ms["stock"] - layer_ms["ours"]) / stock
             if suffix:
-                row["bound_kernel"] = stock / (stock - saved)
-                if free is not None and "floor" in layer_ms:
-                    row["bound_floor"] = stock / (free + layers * layer_ms["floor"])
-                    row["share_of_floor"] = row["speedup"] / row["bound_floor"]
-            elif free is not None:
+                row["bound_kernel"] = 1 / left
+            elif bound is not None:
                 # Eager is bound by the host: experts can save what they keep it busy, stock less free, and no more.
-                row["bound_kernel"] = stock / max(free, stock - saved)
-            if "bound_kernel" in row:
-                row["share_of_kernel"] = row["speedup"] / row["bound_kernel"]
+                row["bound_kernel"] = min(bound, 1 / left)
+            if suffix and bound is not None and "floor" in layer_ms:
+                row["bound_floor"] = 1 / (1 / bound + layers * layer_ms["floor"] / stock)
+        for name in _BOUNDS:
+            if f"bound_{name}" in row:
+                row[f"share_of_{name}"] = speedup / row[f"bound_{name}"]
         found.append(row)
     return found
 
@@ -151,39 +222,50 @@ def by_byte_count(model: Any, experts_bytes: tuple[int, int], bandwidth: float =
     }
 
 
-def layer_milliseconds(switch: Switch, tokens: int) -> dict[str, float]:
-    """One layer's experts alone, transformers' (grouped_mm) and ours, all layers one after another in a CUDA graph; and
-    the time to read ours once.
+def layer_inputs(switch: Switch) -> list[tuple[torch.Tensor, ...]]:
+    """What each layer's experts are called with in a step of the stock model: the experts hit decide the times."""
+    switch.to(ARMS["stock"])
+    found: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def keep(index: int) -> Any:
+        return lambda module, given: found.__setitem__(index, tuple(tensor.clone() for tensor in given))
+
+    layers = switch.model.model.decoder.layers
+    hooks = [layer.experts.register_forward_pre_hook(keep(index)) for index, layer in enumerate(layers)]
+    _seconds(switch.model, prompt_ids(switch.model), 3, 0)
+    for hook in hooks:
+        hook.remove()
+    return [found[index] for index in range(len(layers))]
+
+
+def layer_milliseconds(switch: Switch, given: Sequence[tuple[torch.Tensor, ...]]) -> dict[str, float]:
+    """One layer's experts alone, transformers' (grouped_mm) and ours, all layers one after another in a CUDA graph, on
+    a step's own rows and routing; and the time to read the packed weights of the experts hit once.
     """
     from vllm_ext.benchmarks.moe_common import graph_milliseconds, memory_bandwidth
 
-    text = switch.model.config.text_config
-    place = next(switch.model.parameters()).device
-    x = torch.randn(tokens, text.hidden_size, device=place).to(torch.bfloat16)
-    logits = torch.randn(len(switch.original), tokens, text.num_experts, device=place)
-    weights, ids = torch.softmax(logits, -1).topk(text.top_k_experts, dim=-1)
     found = {}
     with torch.no_grad():
         for name, arm in (("stock", "stock"), ("ours", "experts")):
             switch.to(ARMS[arm])
-            # Tied experts come once: their second turn would find the weights in the cache.
-            modules = list({id(m): m for m in map(switch.model.get_submodule, switch.original) if _owned(m)}.values())
-            modules = modules[: text.num_hidden_layers]
-            calls = [lambda m=m, i=i: m(x, ids[i], weights[i]) for i, m in enumerate(modules)]
+            modules = [layer.experts for layer in switch.model.model.decoder.layers]
+            calls = [lambda m=m, x=x: m(*x) for m, x in zip(modules, given, strict=True)]
             found[name] = graph_milliseconds(calls, replays=5)
-    found["floor"] = 1e3 * switch.experts_bytes[1] / memory_bandwidth(place) / len(modules)
+    seconds = switch.experts_bytes[1] / memory_bandwidth(given[0][0].device) / len(given)
+    found["floor"] = 1e3 * seconds * experts_hit(given) / switch.model.config.text_config.num_experts
     return found
 
 
-def host_microseconds(switch: Switch, tokens: int) -> list[dict[str, Any]]:
+def experts_hit(given: Sequence[tuple[torch.Tensor, ...]]) -> float:
+    """Experts that a layer's rows choose, on average over layers."""
+    return statistics.mean(torch.unique(ids).numel() for _, ids, _ in given)
+
+
+def host_microseconds(switch: Switch, given: Sequence[tuple[torch.Tensor, ...]]) -> list[dict[str, Any]]:
     """What an eager call of one layer's experts costs the host: all layers once, timed until the last is enqueued.
 
     `recording_mb` is what recording all layers takes of the GPU's memory.
     """
-    text = switch.model.config.text_config
-    place = next(switch.model.parameters()).device
-    x = torch.randn(tokens, text.hidden_size, device=place).to(torch.bfloat16)
-    weights, ids = torch.randn(tokens, text.num_experts, device=place).softmax(-1).topk(text.top_k_experts, dim=-1)
     rows = []
     for name in ("stock", "experts-launched", "experts", "free"):
         switch.to(ARMS[name])
@@ -193,11 +275,11 @@ def host_microseconds(switch: Switch, tokens: int) -> list[dict[str, Any]]:
         with torch.no_grad():
             for turn in range(12):
                 start = time.perf_counter()
-                for module in layers:
-                    module(x, ids, weights)
+                for module, call in zip(layers, given, strict=True):
+                    module(*call)
                 if turn >= 4:
                     times.append(1e6 * (time.perf_counter() - start) / len(layers))
-                if place.type == "cuda":
+                if given[0][0].is_cuda:
                     torch.cuda.synchronize()
         row: dict[str, Any] = {"arm": name, "us": statistics.median(times)}
         if name == "experts" and before is not None:
@@ -225,11 +307,9 @@ _BOUNDS = {
     "floor": "were they read once at this GPU's bandwidth",
     "kernel": "at our layer's own speed",
 }
-# Pairs run early and late, so that a host or a GPU that changes speed shows.
 DEFAULT_ARMS = (
-    "stock", "experts", "free", "experts-launched", "free", "experts", "stock",
-    "stock-captured", "experts-captured", "free-captured", "experts-captured", "stock-captured",
-    "kit", "kit-encoder", "kit-no-capture", "kit-no-sampler", "kit-no-layers", "kit-bf16", "kit",
+    "stock", "experts", "free", "experts-launched", "stock-captured", "experts-captured", "free-captured",
+    "kit", "kit-encoder", "kit-no-capture", "kit-no-sampler", "kit-no-layers", "kit-bf16",
 )  # fmt: skip
 
 
@@ -238,7 +318,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=SIZES, help="of the model (default: true on a GPU, tiny without)")
     parser.add_argument("--arms", nargs="+", default=list(DEFAULT_ARMS), choices=ARMS, help="in order")
     parser.add_argument("--steps", type=int, default=12, help="denoising steps timed (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=1, help="median of as many runs (default: %(default)s)")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=1,
+        help="median of as many runs, twice as many where arms take turns (default: %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -249,16 +334,20 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def measure(switch: Switch, arms: Sequence[str], steps: int, repeats: int = 1) -> list[dict[str, Any]]:
     """The rows of a loaded model."""
-    rows = run_arms(switch, arms, steps, repeats)
-    layers = switch.model.config.text_config.num_hidden_layers
-    alone = layer_milliseconds(switch, switch.model.config.canvas_length) if device().type == "cuda" else {}
-    host = host_microseconds(switch, switch.model.config.canvas_length)
-    bounds = amdahl(rows, alone, layers)
+    return with_bounds(switch, run_arms(switch, arms, steps, repeats))
+
+
+def with_bounds(switch: Switch, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of arms, the layers alone, the bounds, and the model by byte count."""
+    given = layer_inputs(switch)
+    alone = layer_milliseconds(switch, given) if device().type == "cuda" else {}
+    host = host_microseconds(switch, given)
     return [
         *({"kind": "arm", **row} for row in rows),
         *({"kind": "layer alone", "experts": name, "ms": ms} for name, ms in alone.items()),
+        {"kind": "routing", "experts_hit": experts_hit(given)},
         *({"kind": "host", **row} for row in host),
-        *({"kind": "bound", **row} for row in bounds),
+        *({"kind": "bound", **row} for row in amdahl(rows, alone, len(given))),
         {"kind": "model by byte count, not measured", **by_byte_count(switch.model, switch.experts_bytes)},
     ]
 
@@ -274,6 +363,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         if row["kind"] == "layer alone":
             lines.append(f"one layer's experts alone, {row['experts']}: {row['ms']:.4f} ms")
+        elif row["kind"] == "routing":
+            lines.append(f"a step's rows choose {row['experts_hit']:.1f} experts a layer")
         elif row["kind"] == "host":
             memory = f", {row['recording_mb']:.0f} MB by recording all" if "recording_mb" in row else ""
             lines.append(f"the host's time for one layer's experts, {row['arm']}: {row['us']:.0f} us{memory}")
@@ -310,7 +401,7 @@ def chart(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_yticks(range(len(arms)), [row["arm"] for row in arms], fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.18)
-    axes.set_xlabel("milliseconds a denoising step of generate(), median of an arm's runs, in the order they ran")
+    axes.set_xlabel("milliseconds a denoising step of generate(), median of an arm's runs")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

@@ -140,11 +140,21 @@ def agreement(options: argparse.Namespace, state: dict[str, Any]) -> Any:
     return found
 
 
+def eager(options: argparse.Namespace, state: dict[str, Any]) -> Any:
+    """The arms that take turns; `steps` adds the others and the bounds."""
+    arms = [name for name in options.arms if not ARMS[name].patched]
+    state["eager"] = hf_steps.run_arms(state["switch"], arms, options.steps, options.repeats)
+    print(state["switch"].report, flush=True)
+    return state["eager"]
+
+
 def steps(options: argparse.Namespace, state: dict[str, Any]) -> Any:
     """Arms, bounds, and the model by byte count."""
-    rows = hf_steps.measure(state["switch"], options.arms, options.steps, options.repeats)
+    done = state.get("eager", [])
+    arms = [name for name in options.arms if all(name != row["arm"] for row in done)]
+    rows = [*done, *hf_steps.run_arms(state["switch"], arms, options.steps, options.repeats)]
+    rows = hf_steps.with_bounds(state["switch"], rows)
     print(hf_steps.table(rows), flush=True)
-    print(state["switch"].report, flush=True)
     return rows
 
 
@@ -191,9 +201,9 @@ def negatives(options: argparse.Namespace, state: dict[str, Any]) -> Any:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace, dict[str, Any]], Any]] = {
-    f.__name__: f for f in (kernels, numbers, steps, agreement, profile, generate, operations, roof, negatives)
+    f.__name__: f for f in (kernels, numbers, eager, steps, agreement, profile, generate, operations, roof, negatives)
 }
-NEEDS_MODEL = ("steps", "agreement", "profile", "generate")
+NEEDS_MODEL = ("eager", "steps", "agreement", "profile", "generate")
 NEEDS_GPU = ("roof", "negatives")
 
 
