@@ -71,8 +71,8 @@ def stamped_steps(model: Any) -> Iterator[list[float]]:
 
 
 def warm_up(model: Any, ids: torch.Tensor) -> None:
-    """Kernels are compiled, graphs recorded: of layers (layer_graphs.py) at the third call of a canvas and a prompt."""
-    for steps in (5, 1, 1):
+    """Until kernels are compiled and graphs recorded (layer_graphs.py): three calls of a prompt, seven of a canvas."""
+    for steps in (7, 1, 1):
         _seconds(model, ids, steps, 0)
 
 

@@ -1,7 +1,9 @@
 """Replays an expert layer from a CUDA graph where it is called eagerly with the same number of rows again and again.
 
 A layer is half a dozen launches from Python. In an eager forward, which on a fast GPU waits for its host, that is most
-of what the experts cost; one replay, three small copies in and one out take their place.
+of what the experts cost. One replay, three small copies in and one out take their place. A loop that allocates the same
+tensors again and again is given the same addresses again: for those a graph is recorded that reads the arguments and
+writes the output where they lie, and the copies go too.
 
 Memory: all layers share the buffers of a shape of call (its arguments and its output) and, on a stream, one pool for
 what the kernels keep in between, which is as large as the largest shape needs. A layer holds its graphs alone.
@@ -12,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 _CALLS_BEFORE = 2  # plain calls of a shape before it is recorded: kernels are compiled by then
 _SHAPES = 8
-_SHAPES_COUNTED = 256
+_PLACES = 4  # sets of addresses for which a shape has graphs without copies
+_COUNTED = 256
 MAX_ROWS = 1024  # more rows keep the GPU busy for longer than launches take
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -59,20 +62,48 @@ class _Space:
 
 
 class _Recorded:
-    """One graph, the buffers it reads and writes, and what keeps their memory alive."""
+    """The graphs of one shape of call, what they read and write, and what keeps their memory alive."""
 
     def __init__(self, graph: Any, buffers: tuple[torch.Tensor, ...], space: _Space) -> None:
         self.graph, self.space = graph, space
         self.x, self.ids, self.weights, self.out = buffers
+        self.in_place: dict[tuple[int, ...], Any] = {}
+        self.met: dict[tuple[int, ...], int] = {}
 
-    def run(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def run(self, call: Call, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """A fresh tensor."""
+        out = _output_like(x)
+        # The graph of these addresses reads what is there now, whichever tensors had them when it was recorded.
+        places = (x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr())
+        graph = self.in_place.get(places)
+        plain = x.is_contiguous() and ids.is_contiguous() and weights.is_contiguous()
+        if graph is not None and plain:
+            graph.replay()
+            return out
         with _Space.lock:
             self.x.copy_(x)
             self.ids.copy_(ids)
             self.weights.copy_(weights)
             self.graph.replay()
-            return self.out.clone()
+            out.copy_(self.out)
+        if plain and len(self.in_place) < _PLACES:
+            self._meet(places, call, (x, ids, weights), out)
+        return out
+
+    def _meet(self, places: tuple[int, ...], call: Call, given: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        """Count a set of addresses, and record it when it keeps coming."""
+        if len(self.met) >= _COUNTED:
+            self.met.clear()
+        count = self.met[places] = self.met.get(places, 0) + 1
+        if count > _CALLS_BEFORE:
+            wanted = out.clone()
+            with _on_device(out), _Space.lock:
+                graph = _capture(call, given, out, self.space)
+            graph.replay()
+            if not _same_bits(out, wanted):
+                out.copy_(wanted)
+                raise RuntimeError("a replay in place computed something else")
+            self.in_place[places] = graph
 
 
 class LayerGraphs:
@@ -102,14 +133,24 @@ class LayerGraphs:
         stream = _current_stream(device)
         key = (rows, ids.shape[1], x.dtype, ids.dtype, weights.dtype, device, stream, addresses)
         found = self.graphs.get(key)
-        return found.run(x, ids, weights) if found is not None else self._plain(key, call, x, ids, weights)
+        if found is None:
+            return self._plain(key, call, x, ids, weights)
+        try:
+            return found.run(call, x, ids, weights)
+        except RuntimeError as error:
+            self._give_up(error)
+            return call(x, ids, weights)
+
+    def _give_up(self, error: RuntimeError) -> None:
+        self.broken = True
+        logger.warning("vllm_ext: experts are launched kernel by kernel, recording them failed: %s", error)
 
     def _plain(self, key: Any, call: Call, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The call itself; a shape that keeps coming is recorded, and kept where its replay gives the call's bits."""
         wanted = call(x, ids, weights)
         if len(self.graphs) >= _SHAPES:
             return wanted
-        if len(self.seen) >= _SHAPES_COUNTED:
+        if len(self.seen) >= _COUNTED:
             self.seen.clear()
         count = self.seen[key] = self.seen.get(key, 0) + 1
         if count <= _CALLS_BEFORE:
@@ -117,11 +158,10 @@ class LayerGraphs:
         try:
             with _on_device(x):
                 recorded = _record(call, (x, ids, weights), *key[5:7])
-                if not _same_bits(recorded.run(x, ids, weights), wanted):
+                if not _same_bits(recorded.run(call, x, ids, weights), wanted):
                     raise RuntimeError("the replay computed something else")
         except RuntimeError as error:
-            self.broken = True
-            logger.warning("vllm_ext: experts are launched kernel by kernel, recording them failed: %s", error)
+            self._give_up(error)
             return wanted
         self.graphs[key] = recorded
         return wanted
@@ -130,6 +170,10 @@ class LayerGraphs:
 def _recordable(x: torch.Tensor) -> bool:
     """A tensor of a GPU and of no subclass (which may trace), outside of any capture."""
     return x.is_cuda and type(x) is torch.Tensor and not torch.cuda.is_current_stream_capturing()
+
+
+def _output_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _current_stream(device: int) -> int:
@@ -147,19 +191,24 @@ def _same_bits(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def _record(call: Call, given: tuple[torch.Tensor, ...], device: int, stream: int) -> _Recorded:
-    """Not with `torch.cuda.graph`: that collects garbage and empties the cache, a tenth of a second a layer."""
+    """The graph of a shape of call, over the buffers of its space."""
     with _Space.lock:
         space = _Space.get(device, stream)
         *inputs, out = buffers = space.arguments(given)
         for buffer, tensor in zip(inputs, given, strict=True):
             buffer.copy_(tensor)
-        graph = torch.cuda.CUDAGraph()
-        space.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(space.stream):
-            graph.capture_begin(pool=space.pool, capture_error_mode="thread_local")
-            try:
-                out.copy_(call(*inputs))
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(space.stream)
-    return _Recorded(graph, buffers, space)
+        return _Recorded(_capture(call, inputs, out, space), buffers, space)
+
+
+def _capture(call: Call, inputs: Sequence[torch.Tensor], out: torch.Tensor, space: _Space) -> Any:
+    """Not with `torch.cuda.graph`: that collects garbage and empties the cache, a tenth of a second a layer."""
+    graph = torch.cuda.CUDAGraph()
+    space.stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(space.stream):
+        graph.capture_begin(pool=space.pool, capture_error_mode="thread_local")
+        try:
+            out.copy_(call(*inputs))
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(space.stream)
+    return graph
