@@ -190,7 +190,6 @@ async def ask_async(engine: Engine, model: str) -> Answer:
 
 def child(engine: Engine, model: str, result: Path) -> None:
     """One engine's process: its answer, as JSON."""
-    os.setsid()
     os.environ["VLLM_CACHE_ROOT"] = str(result.with_suffix(""))
     sys.path.insert(0, str(ROOT))
     result.write_text(json.dumps(ask(engine, model)))
@@ -215,6 +214,7 @@ class Running:
             return None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
         self.process.join()
         text = self.log.read_text(errors="replace")
         if not self.result.exists():
@@ -237,6 +237,12 @@ def write_models(engines: dict[str, Engine], folder: Path) -> dict[str, str]:
     return models
 
 
+def in_own_group(function: Any, *arguments: Any) -> None:
+    """Call a job so that it can be ended with the processes it starts."""
+    os.setsid()
+    function(*arguments)
+
+
 def side_by_side(
     jobs: dict[str, tuple[Any, ...]], says: dict[str, str], folder: Path, args: argparse.Namespace, record: Any
 ) -> None:
@@ -252,8 +258,8 @@ def side_by_side(
         while waiting and len(running) < args.at_once:
             name = waiting.pop(0)
             log, result = folder / f"{len(answers) + len(running)}.log", folder / f"{name.replace(' ', '_')}.json"
-            function, *arguments = jobs[name]
-            running[name] = Running(engine_processes.start(server, function, (*arguments, result), log), log, result)
+            process = engine_processes.start(server, in_own_group, (*jobs[name], result), log)
+            running[name] = Running(process, log, result)
         for name, one in list(running.items()):
             deadline = min(begin + args.timeout, one.begin + args.each)
             if (answer := one.answer(says.get(name, ""), deadline)) is None:

@@ -76,7 +76,6 @@ def config_of(kind: str, tiny: bool) -> dict[str, Any]:
 
 def child(kind: str, tiny: bool, folder: Path, result: Path) -> None:
     """One family's process: log-probabilities of BF16, and in 4 bits."""
-    os.setsid()
     os.environ["VLLM_CACHE_ROOT"] = str(folder / f"cache-{kind}")
     sys.path.insert(0, str(ROOT))
     import torch
