@@ -23,6 +23,8 @@ from vllm_ext.benchmarks.linear_attention_peers import PEERS, PUBLISHED
 from vllm_ext.benchmarks.moe_common import graph_milliseconds, matrix_rate, memory_bandwidth
 from vllm_ext.benchmarks.registry import Benchmark, CheckFailed
 
+from vllm_ext.ops.linear_attention.problem import Call
+from vllm_ext.ops.linear_attention.triton.backend import Sizes, prepare, recur
 from vllm_ext.ops.linear_attention.triton.plan import map_prefill
 
 TOLERANCE = 6e-3
@@ -86,7 +88,7 @@ def _tasks(args: argparse.Namespace) -> list[tuple[list[Row], str | None]]:
                 rows.append(row)
     for row in _rows(args):
         count = len(row.lengths)
-        mapping = map_prefill(row.tokens, count, row.value_heads, HEAD_DIM, HEAD_DIM, multiprocessors)
+        mapping = map_prefill(row.tokens, count, row.value_heads, HEAD_DIM, HEAD_DIM, multiprocessors, 128)
         kind = (None, row.op, mapping.block_columns, mapping.segment_chunks is None)
         tasks.setdefault(kind, ([row], None))
     return list(tasks.values())
@@ -123,6 +125,21 @@ def _milliseconds(call: Callable[[], object], repeats: int) -> tuple[float, str]
         return _event_milliseconds(call, repeats), "events"
 
 
+def _split(row: Row, call: dict[str, Any], repeats: int) -> dict[str, float]:
+    """Milliseconds of ours by what it does: preparing all chunks, and carrying the state through them."""
+    given = Call(**call, use_qk_l2norm_in_kernel=False)
+    sizes = Sizes(len(row.lengths), row.tokens, True, row.heads, row.value_heads, HEAD_DIM, HEAD_DIM)
+    cores = torch.cuda.get_device_properties(0).multi_processor_count
+    mapping = map_prefill(row.tokens, len(row.lengths), row.value_heads, HEAD_DIM, HEAD_DIM, cores, 128)
+    chunks = prepare(given, row.op, sizes, call["cu_seqlens"])
+    o, final = torch.empty_like(call["v"]), torch.empty_like(call["initial_state"])
+    operands = (mapping, call["cu_seqlens"], chunks, o, final)
+    return {
+        "prepare_ms": graph_milliseconds([lambda: prepare(given, row.op, sizes, call["cu_seqlens"])], repeats),
+        "recurrence_ms": graph_milliseconds([lambda: recur(given, row.op, sizes, *operands)], repeats),
+    }
+
+
 def _measure(row: Row, args: argparse.Namespace, bandwidth: float, rate: float) -> list[dict[str, Any]]:
     call = make_call(row)
     expected = first_heads(row, call)
@@ -145,7 +162,9 @@ def _measure(row: Row, args: argparse.Namespace, bandwidth: float, rate: float) 
                 raise CheckFailed(f"{row.name}, {name}: relative errors {o_error:.2e}, {state_error:.2e}")
             ms, how = _milliseconds(function, args.replays)
             found = {"ms": ms, "timed": how, "error": o_error, "state_error": state_error, "failed": None}
-            share = {"floor_ms": floor[bound], "bound": bound, "share": floor[bound] / ms}
+            share: dict[str, Any] = {"floor_ms": floor[bound], "bound": bound, "share": floor[bound] / ms}
+            if name == "ours":
+                share |= _split(row, call, args.replays)
             measured.append({**common, "arm": name, **found, **share})
         except Exception as error:
             if name == "ours":

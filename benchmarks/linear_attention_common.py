@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,11 +61,15 @@ class Row:
         return float(self.tokens) * (token + gate) + states
 
 
+@functools.lru_cache(maxsize=8)
+def _drawn(op: str, heads: int, value_heads: int, device: str) -> dict[str, torch.Tensor]:
+    return sample_operands(op, 1, _DRAWN, heads, value_heads, HEAD_DIM, HEAD_DIM, device=device)
+
+
 def make_call(row: Row, device: torch.device | str = "cuda") -> dict[str, Any]:
     """Keyword arguments of the operator for a row: BF16, normalised q and k, FP32 gates and states, V-first."""
-    drawn = min(_DRAWN, row.tokens)
-    x = sample_operands(row.op, 1, drawn, row.heads, row.value_heads, HEAD_DIM, HEAD_DIM, device=device)
-    repeats = -(-row.tokens // drawn)
+    x = _drawn(row.op, row.heads, row.value_heads, str(device))
+    repeats = -(-row.tokens // _DRAWN)
     operands = {
         name: value.repeat(1, repeats, *[1] * (value.dim() - 2))[:, : row.tokens].contiguous()
         for name, value in x.items()

@@ -184,6 +184,11 @@ def check(args: argparse.Namespace) -> None:
     print(file=sys.stderr)
 
 
+def _show(text: str) -> None:
+    """Each figure as it is measured: what a run that is cut off leaves."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def _measure_shape(
     shape: Shape, args: argparse.Namespace, bandwidth: float, rate: float, device: torch.device
 ) -> list[dict[str, Any]]:
@@ -202,7 +207,6 @@ def _measure_shape(
         memory, compute = shape.layer_bytes(1) * hit / bandwidth * 1e3, shape.flops(count) / rate * 1e3
         floors[count] = (max(memory, compute), "memory" if memory >= compute else "tensor cores")
     for arm in _arms(args):
-        print(f"\r{shape.name}: {arm.name}            ", end="", file=sys.stderr, flush=True)
         common = {"shape": shape.name, "arm": arm.name}
         try:
             if arm.zero not in checked:
@@ -217,15 +221,14 @@ def _measure_shape(
                 calls = [functools.partial(call, x, topk_weights, ids) for topk_weights, ids in drawn]
                 milliseconds = graph_milliseconds(calls, args.replays)
                 floor, bound = floors[count]
-                rows.append(
-                    common
-                    | {"tokens": count, "ms": milliseconds, "floor_ms": floor, "bound": bound}
-                    | {"share": floor / milliseconds, "error": error, "failed": None}
-                )
+                row = common | {"tokens": count, "ms": milliseconds, "floor_ms": floor, "bound": bound}
+                rows.append(row | {"share": floor / milliseconds, "error": error, "failed": None})
+                _show(f"{shape.name}, {arm.name}, {count} tokens: {milliseconds:.4f} ms")
         except Exception as failure:
             if arm.ours and isinstance(failure, CheckFailed):
                 raise
             rows.append(common | {"tokens": None, "failed": _reason(failure)})
+            _show(f"{shape.name}, {arm.name}: {rows[-1]['failed']}")
         torch.cuda.empty_cache()
     return rows
 
@@ -253,7 +256,6 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
         for name in args.shapes:
             rows += _measure_shape(SHAPES[name], args, bandwidth, rate, device)
-    print(file=sys.stderr)
     _ratios(rows)
     ceilings = {"arm": "ceilings", "failed": None, "tokens": None, "bytes_per_s": bandwidth, "flop_per_s": rate}
     return [ceilings, *rows]

@@ -121,6 +121,10 @@ def start_arms(args: argparse.Namespace, serving: Serving, context: Any, paths: 
             drawn = {"kind": serving.shape.kind, "config": config, "seed": 0, "group": group}
             options |= {"load_format": DRAWN, "model_loader_extra_config": drawn}
         spec = {"model": str(paths[arm.checkpoint]), "options": options, "vocabulary": config["vocab_size"]}
+        spec["warm"] = {
+            "cells": [{key: cell[key] for key in ("batch", "inputs", "outputs")} for cell in cells(args)],
+            "lengths": [length for length in WARM_LENGTHS if length < args.prefill],
+        }
         serving.engines[name] = EngineProcess(
             context, name, spec, folder, {"VLLM_PLUGINS": plugins}, folder.parent / "inspected"
         )
@@ -173,25 +177,6 @@ def check_arms(serving: Serving, length: int) -> None:
     print(f"log-probabilities apart, nats a token: {serving.document['gaps']}", flush=True)
     for name, why in wrong.items():
         serving.drop(name, why)
-
-
-def warm_arms(servings: list[Serving], args: argparse.Namespace) -> None:
-    """Have all engines compile, side by side, what they have not when they started."""
-    plan = [{key: cell[key] for key in ("batch", "inputs", "outputs")} for cell in cells(args)]
-    largest = max([args.prefill, *(cell["inputs"] for cell in plan)])
-    lengths = [length for length in WARM_LENGTHS if length < largest]
-    for serving in servings:
-        for name, engine in list(serving.engines.items()):
-            try:
-                engine.send("warm", cells=plan, lengths=lengths)
-            except RuntimeError as error:
-                serving.drop(name, str(error))
-    for serving in servings:
-        for name, engine in list(serving.engines.items()):
-            try:
-                engine.answer(ANSWER_TIMEOUT)
-            except RuntimeError as error:
-                serving.drop(name, str(error))
 
 
 def cells(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -297,7 +282,6 @@ def measure(args: argparse.Namespace, servings: list[Serving], folder: Path) -> 
             await_arms(serving, deadline)
         for serving in servings:
             check_arms(serving, args.checked_tokens)
-        warm_arms(servings, args)
         for number in range(args.rounds):
             for serving in servings:
                 if number and time.monotonic() - begin > args.seconds:

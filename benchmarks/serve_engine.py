@@ -69,14 +69,13 @@ class Served:
             "distinct": sum(distinct) / max(1, len(distinct)),
         }
 
-    def warm(self, cells: list[dict[str, int]], lengths: list[int]) -> Answer:
+    def warm(self, cells: list[dict[str, int]], lengths: list[int]) -> None:
         """Everything that is timed once, and single prompts of `lengths`: a batch's prompts come in steps of any size,
         and kernels of some sizes are compiled when they are first met."""
         for length in lengths:
             self.generate(1, length, 1, seed=99)
         for cell in cells:
             self.generate(**cell, seed=99)
-        return {}
 
     def score(self, length: int, seed: int) -> Answer:
         """Log-probabilities of a random prompt's own tokens."""
@@ -136,6 +135,7 @@ def _serve(connection: Any, spec: dict[str, Any]) -> None:
     """Answer until the other side closes. An error is an answer; the engine goes on."""
     try:
         served = Served(spec)
+        served.warm(**spec.get("warm", {"cells": [], "lengths": []}))
     except Exception as error:
         connection.send({"error": f"{type(error).__name__}: {error}"})
         raise
@@ -193,15 +193,11 @@ class EngineProcess:
 
     def ask(self, op: str, timeout: float, **arguments: Any) -> Answer:
         """Send a request to a method of `Served` and wait for its answer."""
-        self.send(op, **arguments)
-        return self.answer(timeout)
-
-    def send(self, op: str, **arguments: Any) -> None:
-        """Send a request, whose answer is fetched later."""
         try:
             self._connection.send({"op": op, **arguments})
         except OSError:
             raise RuntimeError(f"bench serve: the engine {self.name!r} ended:\n{self._log_end()}") from None
+        return self.answer(timeout)
 
     def _log_end(self) -> str:
         if not self.log.exists():

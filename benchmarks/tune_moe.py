@@ -41,52 +41,72 @@ TOKENS = (1, 8, 32, 64, 256, 1024, 4096)
 ROUTINGS = 6
 _SAME = 1e-2  # configurations round differently, by some 5e-3
 # For a block of so many tokens, what is worth trying: GemmConfig's fields from block_rows on. Fewer registers mean more
-# programs on a multiprocessor. Small blocks apply scales to sums, which gives the same bits in all configurations: the
-# size of a batch does not show in its rows until it is large.
-_TILES: dict[int, tuple[tuple[int, int, int, str, int | None, int, int, int], ...]] = {
+# programs on a multiprocessor.
+_Tile = tuple[int, int, int, str, "int | None", int, int, int, bool]
+
+
+def _tiles(rows: int, warps: int, stages: int, scaling: str, registers: int | None, unroll: int, tiles: int) -> _Tile:
+    """One program a tile."""
+    return (rows, warps, stages, scaling, registers, unroll, tiles, 0, False)
+
+
+def _streamed(rows: int, warps: int, programs: int, split: bool = False) -> _Tile:
+    """Persistent programs, scales applied to sums."""
+    return (rows, warps, 12, "sum", None, 1, 1, programs, split)
+
+
+def _wide(rows: int, programs: int) -> _Tile:
+    """Persistent programs, scales applied to codes."""
+    return (rows, 8, 24, "operand", None, 1, 1, programs, False)
+
+
+_TILES: dict[int, tuple[_Tile, ...]] = {
     8: (
-        (64, 4, 12, "sum", None, 1, 1, 4),
-        (64, 4, 12, "sum", None, 1, 1, 3),
-        (128, 8, 12, "sum", None, 1, 1, 2),
-        (256, 8, 12, "sum", None, 1, 1, 2),
+        _streamed(64, 4, 4),
+        _streamed(64, 4, 4, True),
+        _streamed(128, 8, 2),
+        _streamed(256, 8, 2),
+        _streamed(256, 8, 2, True),
+        _wide(128, 2),
+        _wide(256, 2),
+        _wide(256, 1),
     ),
     16: (
-        (64, 4, 4, "sum", None, 1, 1, 0),
-        (64, 4, 3, "sum", None, 2, 1, 0),
-        (64, 4, 4, "sum", None, 1, 4, 0),
-        (128, 4, 4, "sum", 128, 1, 1, 0),
-        (128, 4, 4, "sum", 128, 1, 2, 0),
-        (128, 4, 4, "sum", 128, 1, 4, 0),
-        (64, 4, 12, "sum", None, 1, 1, 4),
-        (128, 8, 12, "sum", None, 1, 1, 2),
-        (256, 8, 12, "sum", None, 1, 1, 2),
+        _tiles(64, 4, 4, "sum", None, 1, 1),
+        _tiles(64, 4, 3, "sum", None, 2, 1),
+        _tiles(128, 4, 4, "sum", 128, 1, 1),
+        _tiles(128, 4, 4, "sum", 128, 1, 2),
+        _tiles(128, 4, 4, "sum", 128, 1, 4),
+        _streamed(64, 4, 4),
+        _streamed(128, 8, 2),
+        _streamed(256, 8, 2),
+        _wide(128, 2),
+        _wide(256, 2),
+        _wide(256, 1),
     ),
     32: (
-        (128, 4, 4, "sum", None, 1, 1, 0),
-        (128, 4, 3, "sum", None, 1, 1, 0),
-        (128, 4, 3, "sum", 168, 1, 1, 0),
-        (128, 4, 4, "sum", 168, 1, 2, 0),
-        (128, 8, 12, "sum", None, 1, 1, 2),
-        (256, 8, 12, "sum", None, 1, 1, 2),
-        (256, 16, 12, "sum", None, 1, 1, 1),
+        _tiles(128, 4, 4, "sum", None, 1, 1),
+        _tiles(128, 4, 3, "sum", 168, 1, 1),
+        _tiles(128, 4, 4, "sum", 168, 1, 2),
+        _streamed(128, 8, 2),
+        _streamed(256, 8, 2),
+        _wide(128, 2),
+        _wide(256, 2),
+        _wide(256, 1),
     ),
     64: (
-        (64, 4, 3, "operand", None, 1, 1, 0),
-        (128, 4, 3, "operand", 168, 1, 1, 0),
-        (128, 4, 3, "operand", 168, 1, 2, 0),
-        (128, 4, 4, "operand", None, 1, 1, 0),
-        (256, 8, 3, "operand", None, 1, 1, 0),
-        (256, 8, 3, "operand", 128, 1, 1, 0),
-        (128, 8, 12, "sum", None, 1, 1, 2),
-        (256, 16, 12, "sum", None, 1, 1, 1),
+        _tiles(128, 4, 3, "operand", 168, 1, 1),
+        _tiles(128, 4, 3, "operand", 168, 1, 2),
+        _tiles(256, 8, 3, "operand", 128, 1, 1),
+        _streamed(128, 8, 2),
+        _wide(128, 2),
+        _wide(256, 1),
     ),
     128: (
-        (64, 4, 3, "operand", None, 1, 1, 0),
-        (128, 8, 3, "operand", None, 1, 1, 0),
-        (128, 8, 3, "operand", 128, 1, 1, 0),
-        (256, 8, 3, "operand", None, 1, 1, 0),
-        (256, 16, 3, "operand", 128, 1, 1, 0),
-        (256, 16, 4, "operand", 128, 1, 1, 0),
+        _tiles(128, 8, 3, "operand", 128, 1, 1),
+        _tiles(256, 8, 3, "operand", None, 1, 1),
+        _tiles(256, 16, 3, "operand", 128, 1, 1),
+        _wide(256, 1),
     ),
 }
 
@@ -110,19 +130,10 @@ def gemm_configs() -> list[GemmConfig]:
 
 def block_tokens_for(slots_per_expert: float) -> tuple[int, ...]:
     """Token blocks worth trying for a mean number of slots an expert."""
-    for limit, blocks in ((6, (8, 16)), (12, (8, 16, 32)), (24, (32,)), (48, (32, 64)), (100, (64, 128))):
+    for limit, blocks in ((6, (8, 16)), (12, (8, 16, 32)), (24, (16, 32)), (48, (32, 64)), (100, (64, 128))):
         if slots_per_expert <= limit:
             return blocks
     return (64, 128)
-
-
-def compared(gemm: GemmConfig, stream: bool) -> bool:
-    """Whether a configuration takes part.
-
-    The streaming kernels sum in another order: small batches take them alone or not at all, so that a batch's size does
-    not show in its rows.
-    """
-    return bool(gemm.programs) == stream if gemm.block_tokens <= 16 else stream or not gemm.programs
 
 
 class Layer:
@@ -260,9 +271,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--planes-w13", nargs="+", type=int, default=[])
     parser.add_argument("--planes-w2", nargs="+", type=int, default=[])
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument(
-        "--stream", action="store_true", help="try the streaming kernels, small batches with nothing else"
-    )
     parser.add_argument("--raw", type=Path, help="also write every timing here, as JSON")
     parser.add_argument("--dry-run", action="store_true", help="time and print, but leave the table as it is")
     args = parser.parse_args(argv)
@@ -282,7 +290,6 @@ def main(argv: list[str]) -> int:
         }
         blocks = {b for m in args.tokens for b in block_tokens_for(m * shape.top_k / shape.experts)}
         configs = [gemm for gemm in gemm_configs() if gemm.block_tokens in blocks]
-        configs = [gemm for gemm in configs if compared(gemm, args.stream)]
         wanted[name] = [Candidate(g, plane, c) for g in planes for plane in planes[g] for c in configs]
     failed = compile_all([(SHAPES[name], c) for name in wanted for c in wanted[name]], args.workers)
     for (name, candidate), reason in failed.items():

@@ -38,6 +38,9 @@ def test_tiers_follow_heads_and_length() -> None:
     assert long.segment_chunks is not None
     assert 512 // 32 <= long.segment_chunks <= 512 // 2
     assert map_prefill(0, 3, 8, 128, 128, 132).segment_chunks is None
+    # Two waves of programs of 64 columns against one of 128.
+    assert map_prefill(8192, 4, 32, 128, 128, 132, 128).tier == HEAD
+    assert map_prefill(8192, 4, 32, 128, 128, 132).block_columns == 64
 
 
 @pytest.mark.parametrize("change", [{"num_sequences": 0}, {"value_heads": 0}, {"num_tokens": -1}])

@@ -29,7 +29,6 @@ DTYPES = (torch.bfloat16, torch.float16)
 HEAD_SIZES = (16, 32, 64, 128, 256)
 # Gluon changes from one version of Triton to the next; these are the ones its kernel has run with.
 GLUON_VERSIONS = ("3.6.",)
-PREPARE_ON_HOPPER = False
 _FACTOR_ROWS = 4
 _COMPOSE_COLUMNS = 16
 # Of a thread, without and with L2 norms: four or three programs on a multiprocessor.
@@ -99,10 +98,12 @@ def run(call: Call, op: str, mapping: Mapping | None = None) -> tuple[torch.Tens
         return o, final
     if mapping is None:
         tokens = sizes.num_tokens if sizes.packed else sizes.num_tokens * num_sequences
+        hopper = _hopper(device, sizes)
         mapping = map_prefill(
-            tokens, num_sequences, sizes.value_heads, sizes.key_dim, sizes.value_dim, _multiprocessors(device)
-        )
-    cu_seqlens = None if call.cu_seqlens is None else call.cu_seqlens.to(device, non_blocking=True).contiguous()
+            tokens, num_sequences, sizes.value_heads, sizes.key_dim, sizes.value_dim, _multiprocessors(device),
+            64 if hopper is None else hopper.WIDEST_BLOCK,
+        )  # fmt: skip
+    cu_seqlens = None if call.cu_seqlens is None else call.cu_seqlens.to(device).contiguous()
     chunks = prepare(call, op, sizes, cu_seqlens)
     recur(call, op, sizes, mapping, cu_seqlens, chunks, o, final)
     return o, final
@@ -130,11 +131,12 @@ def prepare(call: Call, op: str, sizes: Sizes, cu_seqlens: torch.Tensor | None) 
     def empty(*shape: int, dtype: torch.dtype = q.dtype) -> torch.Tensor:
         return torch.empty(slots, heads, *shape, dtype=dtype, device=q.device)
 
-    inverse, scores = empty(CHUNK, CHUNK), empty(CHUNK, CHUNK)
+    # BF16 would lose the sum of an inverse's row, which cancels where keys repeat.
+    inverse, scores = empty(CHUNK, CHUNK, dtype=torch.float16), empty(CHUNK, CHUNK)
     counts = (call.scale, sizes.num_sequences, sizes.num_tokens, heads, heads // sizes.heads)
     steps = (*(x.stride(0) for x in (q, k, g, beta)), *(x.stride(1) for x in (q, k, g, beta)))
     common = {"K": dim, "NORMALISE": call.use_qk_l2norm_in_kernel, "PACKED": sizes.packed}
-    hopper = _hopper(q.device, sizes) if q.dtype == torch.bfloat16 and PREPARE_ON_HOPPER else None
+    hopper = _hopper(q.device, sizes) if q.dtype == torch.bfloat16 else None
     grid = (slots * heads,)
     if op == "gdn":
         factors = empty(_FACTOR_ROWS, CHUNK, dtype=torch.float32)

@@ -31,6 +31,12 @@ def load_once(pointer, mask):
 
 
 @triton.jit
+def to_half(x):
+    """FP32 as FP16, the largest number for what is past it."""
+    return tl.minimum(tl.maximum(x, -65504.0), 65504.0).to(tl.float16)
+
+
+@triton.jit
 def _parts(x):
     """An FP32 number as two FP16 numbers, 22 bits of it."""
     high = x.to(tl.float16)
@@ -39,8 +45,8 @@ def _parts(x):
 
 @triton.jit
 def _product(x, transposed, FINE: tl.constexpr):
-    """x y for blocks [4, 16, 16], y given as its transpose. FP16 has three bits more than the BF16 that the inverse is
-    rounded to in the end; FINE, for an inverse in FP16, multiplies twice as many bits.
+    """x y for blocks [4, 16, 16], y given as its transpose. One
+    FP16 product is finer than BF16 operands are; FINE, for operands in FP16, multiplies twice as many bits.
     """
     if FINE:
         x_high, x_low = _parts(x)

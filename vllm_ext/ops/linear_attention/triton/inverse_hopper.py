@@ -1,8 +1,8 @@
 """The inverse of a chunk's unit lower triangular matrix for compute capability 9.0, in Gluon.
 
 The diagonal blocks of 16 rows by substitution, a column a thread, in FP32. With D the inverses of the diagonal blocks
-of a size, the blocks between two of them are -D_i A_ij D_j: two products of whole tiles, of which these are kept. FP16
-in the products has three bits more than the BF16 that the inverse is rounded to in the end.
+of a size, the blocks between two of them are -D_i A_ij D_j: two products of whole tiles, of which these are kept. The
+products are of FP16, as the inverse itself.
 """
 
 # Triton's functions take tensors and compile-time values of any kind.
@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vllm_ext.ops.linear_attention.triton.hopper import await_launches, let_dependents_launch, sequence_of_slot
+from vllm_ext.ops.linear_attention.triton.hopper import await_launches, let_dependents_launch, sequence_of_slot, to_half
 
 
 @gluon.jit
@@ -53,7 +53,7 @@ def _columns(x):
 def _times(left, right_tile, zero):
     """left [64, 64], FP32 in registers, times a tile, in FP16."""
     operand: gl.constexpr = gl.DotOperandLayout(0, zero.type.layout, 2)
-    narrow = gl.convert_layout(left.to(gl.float16), operand)
+    narrow = gl.convert_layout(to_half(left), operand)
     product = warpgroup_mma(narrow, right_tile, zero, use_acc=False, is_async=True)
     product, narrow = warpgroup_mma_wait(0, [product, narrow])
     return product
@@ -117,13 +117,13 @@ def invert(matrix, tile):
     wide = gl.convert_layout(gl.join(wide, wide).permute((0, 2, 3, 1)).reshape([4, 16, 4, 16]), four)
     inverse = gl.where(row == column, wide, 0.0).reshape([64, 64])
     inverse = gl.convert_layout(inverse, layout, assert_trivial=True)
-    first_tile.store(inverse.to(gl.float16))
+    first_tile.store(to_half(inverse))
     fence_async_shared()
     gl.thread_barrier()
     zero = gl.zeros([64, 64], gl.float32, layout)
     beside = _times(_times(inverse, tile, zero), first_tile, zero)
     inverse = _replace(inverse, (row // 2 == column // 2) & (row > column), -beside)
-    second_tile.store(inverse.to(gl.float16))
+    second_tile.store(to_half(inverse))
     fence_async_shared()
     gl.thread_barrier()
     below = _times(_times(inverse, tile, zero), second_tile, zero)
@@ -169,8 +169,8 @@ def invert_hopper_kernel(
     sizes.store(gl.load(at_beta, mask=at < count, other=0.0).to(gl.float32))
     mbarrier.wait(arrived, 0)
     solve = invert(tile.load(layout).to(gl.float32), tile) * sizes.load(gl.SliceLayout(0, layout))[None, :]
-    solve_tile = gl.allocate_shared_memory(inverse.dtype, [64, 64], inverse.layout)
-    solve_tile.store(solve.to(inverse.dtype))
+    solve_tile = gl.allocate_shared_memory(gl.float16, [64, 64], inverse.layout)
+    solve_tile.store(to_half(solve))
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(inverse, [out, 0], solve_tile)

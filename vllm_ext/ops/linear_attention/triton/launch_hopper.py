@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vllm_ext.ops.linear_attention.triton.backend import Chunks, Sizes
 
 KEY_DIMS = (64, 128)
+WIDEST_BLOCK = 128
 _LEAST_COLUMNS = 64
 _MOST_STAGES = 3
 _SHARED_BYTES = 227 * 1024
@@ -83,14 +84,13 @@ def prepare_kda(
 ) -> None:
     """As `prepare_gdn`, for `prepare_kda_kernel`; the inverse is written over what it is the inverse of."""
     inverse = results[0]
-    coupling = inverse.view(torch.float16)
     prepare_kda_hopper_kernel[grid](
-        q, k, g, beta, cu_seqlens, coupling, *results[1:], *counts, *steps, **constants,
+        q, k, g, beta, cu_seqlens, *results, *counts, *steps, **constants,
         num_warps=constants["K"] // 16, maxnreg=PREPARE_REGISTERS,
     )  # fmt: skip
     _, num_sequences, num_tokens, heads, _ = counts
     invert_hopper_kernel[grid](
-        _square(coupling), _square(inverse), beta, cu_seqlens, num_sequences, num_tokens, heads, steps[3], steps[7],
+        _square(inverse), _square(inverse), beta, cu_seqlens, num_sequences, num_tokens, heads, steps[3], steps[7],
         PACKED=constants["PACKED"], num_warps=4, maxnreg=PREPARE_REGISTERS, launch_pdl=DEPENDENT,
     )  # fmt: skip
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 CHUNK = 64
 HEAD, COLUMNS, SEGMENTS = "head", "columns", "segments"
-_COLUMN_BLOCK = 64
-_STEP = 1.55  # one chunk of one program, which has a multiprocessor to itself
+# One chunk of one program, which has a multiprocessor to itself, by columns of the state that it carries.
+_STEPS = {64: 1.2, 128: 1.85}
 _TRANSITION_STEP = 1.1  # the same without queries; two programs share a multiprocessor
 _TRANSITION_SHARED = 1.0
 _COMPOSE_STEP = 2.0
@@ -34,34 +34,47 @@ class Mapping:
 
 
 def map_prefill(
-    num_tokens: int, num_sequences: int, value_heads: int, key_dim: int, value_dim: int, multiprocessors: int
+    num_tokens: int,
+    num_sequences: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    multiprocessors: int,
+    widest_block: int = 64,
 ) -> Mapping:
     """The mapping for num_tokens tokens of num_sequences sequences, taken to be of one length: the host cannot know.
 
-    Raises ValueError on sizes that are not positive (no tokens are fine).
+    widest_block: columns of the state that a program can carry, 64 or 128. Raises ValueError on sizes that are not
+    positive (no tokens are fine).
     """
     if min(num_sequences, value_heads, key_dim, value_dim, multiprocessors) < 1 or num_tokens < 0:
         raise ValueError(
             f"map_prefill: cannot map {num_tokens} tokens of {num_sequences} sequences, {value_heads} heads of "
             f"{key_dim} x {value_dim} on {multiprocessors} multiprocessors; sizes must be positive"
         )
-    block = min(_COLUMN_BLOCK, value_dim)
     heads = num_sequences * value_heads
-    tier = HEAD if block == value_dim else COLUMNS
     chunks = -(-num_tokens // (CHUNK * num_sequences))
-    blocks = heads * value_dim // block
-    best, segment_chunks = _rounds(blocks, multiprocessors) * chunks * _STEP / _LEAST_GAIN, None
+    narrow = min(min(_STEPS), value_dim)
+    blocks = {narrow} | {block for block in _STEPS if block <= widest_block and value_dim % block == 0}
+
+    def whole(block: int, segments: int, length: int) -> float:
+        programs = heads * value_dim // block * segments
+        return _rounds(programs, multiprocessors) * length * _STEPS.get(block, _STEPS[min(_STEPS)])
+
+    block = min(sorted(blocks), key=lambda each: whole(each, 1, chunks))
+    best, segment_chunks = whole(block, 1, chunks) / _LEAST_GAIN, None
     for segments in (2, 3, 4, 6, 8, 12, 16, 24, 32):
         length = -(-chunks // segments)
         if length < _LEAST_SEGMENT or key_dim > _LARGEST_TRANSITION:
             break
-        transitions = heads * (value_dim + key_dim) // block * (segments - 1)
+        transitions = heads * (value_dim + key_dim) // narrow * (segments - 1)
         step = max(_TRANSITION_STEP, _TRANSITION_SHARED * _rounds(transitions, multiprocessors))
-        time = step * length + _COMPOSE_LAUNCH + _COMPOSE_STEP * segments
-        time += _rounds(blocks * segments, multiprocessors) * length * _STEP
+        time = step * length + _COMPOSE_LAUNCH + _COMPOSE_STEP * segments + whole(narrow, segments, length)
         if time < best:
             best, segment_chunks = time, length
-    return Mapping(SEGMENTS if segment_chunks else tier, block, segment_chunks)
+    if segment_chunks:
+        return Mapping(SEGMENTS, narrow, segment_chunks)
+    return Mapping(HEAD if block == value_dim else COLUMNS, block, None)
 
 
 def _rounds(programs: int, multiprocessors: int) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_ext.ops.linear_attention.triton.inverse import assemble, blocks_of, diagonal_of, invert, load_once
+from vllm_ext.ops.linear_attention.triton.inverse import assemble, blocks_of, diagonal_of, invert, load_once, to_half
 from vllm_ext.ops.linear_attention.triton.slots import locate
 
 L2_NORM_EPS = tl.constexpr(1e-6)
@@ -83,7 +83,7 @@ def prepare_gdn_kernel(
     else:
         asked *= scale
     nearest = diagonal_of(coupling)
-    FINE: tl.constexpr = inverse.dtype.element_ty == tl.float16
+    FINE: tl.constexpr = k.dtype.element_ty == tl.float16
     strict = row[:, None] > row[None, :]
     causal = row[:, None] >= row[None, :]
     out = slot.to(tl.int64) * value_heads + head
@@ -105,4 +105,4 @@ def prepare_gdn_kernel(
     diagonal, beside, first, second = invert(diagonal, transposed, beside, first, second, FINE)
     solve = assemble(diagonal, beside, first, second) * size[None, :]
     at_out = inverse + out * 4096 + row[:, None] * 64 + row[None, :]
-    tl.store(at_out, solve.to(inverse.dtype.element_ty))
+    tl.store(at_out, to_half(solve))

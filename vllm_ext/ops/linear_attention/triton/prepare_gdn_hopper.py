@@ -22,6 +22,7 @@ from vllm_ext.ops.linear_attention.triton.hopper import (
     exp2,
     let_dependents_launch,
     sequence_of_slot,
+    to_half,
     zero_past,
 )
 from vllm_ext.ops.linear_attention.triton.inverse_hopper import invert
@@ -137,10 +138,10 @@ def prepare_gdn_hopper_kernel(
     gl.store(place + 192, exp2(last + gl.zeros([64], gl.float32, flat)))
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
     tile = gl.allocate_shared_memory(gl.float16, [64, 64], tile_layout)
-    tile.store(matrix.to(gl.float16))
+    tile.store(to_half(matrix))
     solve = invert(matrix, tile) * sizes.load(by_column)[None, :]
-    solve_tile = gl.allocate_shared_memory(dtype, [64, 64], inverse.layout)
-    solve_tile.store(solve.to(dtype))
+    solve_tile = gl.allocate_shared_memory(gl.float16, [64, 64], inverse.layout)
+    solve_tile.store(to_half(solve))
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(scores, [out * 64, 0], weight_tile)

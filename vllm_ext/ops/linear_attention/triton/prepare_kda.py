@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_ext.ops.linear_attention.triton.inverse import assemble, blocks_of, diagonal_of, invert, load_once
+from vllm_ext.ops.linear_attention.triton.inverse import assemble, blocks_of, diagonal_of, invert, load_once, to_half
 from vllm_ext.ops.linear_attention.triton.slots import locate
 
 L2_NORM_EPS = tl.constexpr(1e-6)
@@ -162,4 +162,4 @@ def prepare_kda_kernel(
     transposed = diagonal_of(nearest * norms) * tl.reshape(size, (4, 16))[:, None, :]
     diagonal, beside, first, second = invert(diagonal, transposed, beside, first, second, FINE)
     solve = assemble(diagonal, beside, first, second) * size[None, :]
-    tl.store(inverse + at_out, solve.to(dtype))
+    tl.store(inverse + at_out, to_half(solve))

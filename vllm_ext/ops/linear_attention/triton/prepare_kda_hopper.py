@@ -155,7 +155,7 @@ def _narrow(x, is_key):
         """{
         .reg .b32 half, brain;
         .reg .pred p;
-        cvt.rn.f16x2.f32 half, $2, $1;
+        cvt.rn.satfinite.f16x2.f32 half, $2, $1;
         cvt.rn.bf16x2.f32 brain, $2, $1;
         setp.ne.s32 p, $3, 0;
         selp.b32 $0, half, brain, p;

@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_ext.ops.linear_attention.triton.inverse import to_half
 from vllm_ext.ops.linear_attention.triton.slots import first_slot, locate
 
 # One compiled kernel serves every count.
@@ -127,7 +128,7 @@ def recurrence_kernel(
         if not KDA:
             read *= tl.load(factors + out * 256 + row)[None, :]
         rest = tl.trans(rest).to(tl.float32) - read
-        delta = tl.dot(rest.to(dtype), tl.trans(solve))
+        delta = tl.dot(to_half(rest), tl.trans(solve))
         if KDA:
             added = tl.dot(delta.to(dtype), tl.load(tails + tile))
         else:

@@ -23,6 +23,7 @@ from vllm_ext.ops.linear_attention.triton.hopper import (
     await_launches,
     let_dependents_launch,
     sequence_of_slot,
+    to_half,
     zero_past,
 )
 
@@ -115,6 +116,7 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
     else:
         state = gl.zeros([64, K], gl.float32, state_layout)
     zero_rows = gl.zeros([64, 64], gl.float32, rows_layout)
+    asked, within = zero_rows, zero_rows
     answer = gl.zeros([64, 64], dtype, rows_layout)
     narrow = gl.convert_layout(state.to(dtype), left)
     o_tile = o_tiles.index(group)
@@ -135,9 +137,6 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
             fence_async_shared()
             gl.thread_barrier()
         read = warpgroup_mma(narrow, keys.permute((1, 0)), zero_rows, use_acc=False, is_async=True)
-        if not TRANSITION:
-            queries = q_tiles.index(stage).permute((1, 0))
-            asked = warpgroup_mma(narrow, queries, zero_rows, use_acc=False, is_async=True)
         vector = factor_tiles.index(stage)._reinterpret(gl.float32, [FACTORS], plain)
         if KDA:
             decay = vector.load(per_key)[None, :]
@@ -148,24 +147,26 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
         if with_values:
             rest = values.permute((1, 0)).load(rows_layout).to(gl.float32)
         if not TRANSITION and step > 0:
+            if GROUPS == 1:
+                answer = (asked + within).to(dtype)
             tma.store_wait(0)
             gl.thread_barrier()
             o_tile.permute((1, 0)).store(answer)
             fence_async_shared()
             gl.thread_barrier()
             tma.async_copy_shared_to_global(o, [token - 64, value_column], o_tile)
-        if TRANSITION:
-            read, narrow = warpgroup_mma_wait(0, [read, narrow])
-        else:
-            read, narrow = warpgroup_mma_wait(1, [read, narrow])
+            mbarrier.arrive(free.index((step - 1) % STAGES), count=1)
+        read, narrow = warpgroup_mma_wait(0, [read, narrow])
         rest = rest - read if KDA else rest - read * of_k
-        rest = gl.convert_layout(rest.to(dtype), left)
+        rest = gl.convert_layout(to_half(rest), left)
         solve = solve_tiles.index(stage).permute((1, 0))
         delta = warpgroup_mma(rest, solve, zero_rows, use_acc=False, is_async=True)
         if TRANSITION:
             delta, rest = warpgroup_mma_wait(0, [delta, rest])
         else:
-            delta, rest, asked, narrow = warpgroup_mma_wait(0, [delta, rest, asked, narrow])
+            queries = q_tiles.index(stage).permute((1, 0))
+            asked = warpgroup_mma(narrow, queries, zero_rows, use_acc=False, is_async=True)
+            delta, rest = warpgroup_mma_wait(1, [delta, rest])
             weighted = gl.convert_layout(delta.to(dtype), left)
         state = state * decay
         if KDA:
@@ -178,23 +179,28 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
         if TRANSITION:
             state, added = warpgroup_mma_wait(0, [grown, added])
             narrow = gl.convert_layout(state.to(dtype), left)
+            gl.thread_barrier()
+            mbarrier.arrive(free.index(stage), count=1)
         else:
             weights = weight_tiles.index(stage).permute((1, 0))
             within = warpgroup_mma(weighted, weights, zero_rows, use_acc=False, is_async=True)
-            state, added = warpgroup_mma_wait(1, [grown, added])
-            narrow = gl.convert_layout(state.to(dtype), left)
+            asked, narrow = warpgroup_mma_wait(2, [asked, narrow])
             if not KDA:
                 asked = asked * vector.slice(64, 64).load(per_row)[None, :]
+            state, added = warpgroup_mma_wait(1, [grown, added])
+            narrow = gl.convert_layout(state.to(dtype), left)
             within, weighted = warpgroup_mma_wait(0, [within, weighted])
-            answer = (asked + within).to(dtype)
-        gl.thread_barrier()
-        mbarrier.arrive(free.index(stage), count=1)
+            # Two groups of warps have fewer registers each.
+            if GROUPS > 1:
+                answer = (asked + within).to(dtype)
     if TRANSITION:
         gl.store(carries + at_carry, state)
     else:
         if stop > start:
             tma.store_wait(0)
             gl.thread_barrier()
+            if GROUPS == 1:
+                answer = (asked + within).to(dtype)
             o_tile.permute((1, 0)).store(answer)
             gl.thread_barrier()
             row = (stop - 1) * 64 + gl.arange(0, 64, gl.SliceLayout(1, out_layout))
@@ -264,8 +270,8 @@ def recurrence_hopper_kernel(
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, K], k.layout) if not TRANSITION else k_tiles
     tail_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, K], k.layout) if KDA else k_tiles
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, 64, 64], v.layout)
-    solve_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], inverse.layout)
-    weight_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], inverse.layout) if not TRANSITION else solve_tiles
+    solve_tiles = gl.allocate_shared_memory(gl.float16, [STAGES, 64, 64], inverse.layout)
+    weight_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], scores.layout) if not TRANSITION else solve_tiles
     factor_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 1, FACTORS], factors.layout)
     o_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 64, 64], o.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
