@@ -112,6 +112,7 @@ def options_of(engine: Engine) -> dict[str, Any]:
         "quantization": "w4a16-grouped",
         "skip_tokenizer_init": True,
         "max_model_len": 1024,
+        "max_num_batched_tokens": 1024,
         "max_num_seqs": 8,
         "enable_prefix_caching": False,
         "gpu_memory_utilization": 0.05,
