@@ -123,23 +123,25 @@ def test_the_callers_own_processors_go_through_stock_code(swapped: Any) -> None:
 
 def test_stopping_early_agrees(swapped: Any) -> None:
     """Rows of a batch stop at different steps; a finished row must not change any more."""
-    options: dict[str, Any] = {"stability_threshold": 0, "max_denoising_steps": 12}
-    # A threshold between the rows' entropies, so that one stops before the other.
-    for threshold in (4.5, 4.6, 4.7, 4.75, 4.8, 4.85, 4.9, 5.0):
-        options["confidence_threshold"] = threshold
+
+    def stopping(threshold: float) -> tuple[torch.Tensor, list[float]]:
         torch.manual_seed(5)
-        given = {"max_new_tokens": 48, "eos_token_id": None, "attention_mask": PADDED, **options}
-        passes = swapped.generate(IDS, **given).tokens_per_forward
-        if passes[0] != passes[1]:
-            break
-    else:
-        pytest.fail("no threshold stops one row before the other")
-    wanted = generate(swapped, **options)
+        out = swapped.generate(
+            IDS, max_new_tokens=48, max_denoising_steps=12, eos_token_id=None, attention_mask=PADDED,
+            stability_threshold=0, confidence_threshold=threshold,
+        )  # fmt: skip
+        return out.sequences, out.tokens_per_forward.tolist()
+
+    thresholds = (0.8, 1.4, 2.2)
+    wanted = [stopping(threshold) for threshold in thresholds]
+    assert any(first != second for _, (first, second) in wanted), "no threshold stops one row before the other"
     done = accelerate_generate(swapped, progress=False)
-    found = generate(swapped, **options)
+    found = [stopping(threshold) for threshold in thresholds]
     stable = generate(swapped, stability_threshold=1, confidence_threshold=100.0)
     done.undo()
-    assert torch.equal(found, wanted)
+    for (tokens, passes), (wanted_tokens, wanted_passes) in zip(found, wanted, strict=True):
+        assert torch.equal(tokens, wanted_tokens)
+        assert passes == wanted_passes
     assert torch.equal(stable, generate(swapped, stability_threshold=1, confidence_threshold=100.0))
 
 

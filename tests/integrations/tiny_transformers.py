@@ -106,7 +106,16 @@ def diffusion_gemma(dtype: torch.dtype = torch.float32) -> Any:
     config = transformers.DiffusionGemmaConfig(
         text_config=text, vision_config=vision, canvas_length=16, boi_token_id=317, eoi_token_id=318, image_token_id=319
     )
-    return seeded(transformers.DiffusionGemmaForBlockDiffusion(config)).to(dtype)
+    model = seeded(transformers.DiffusionGemmaForBlockDiffusion(config))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Scores of unit variance and a residual that is scaled by depth. Without, every step of a canvas makes
+            # roundings some five times larger, and after six of them tokens differ.
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.mul_(parameter.shape[0] ** -0.25)
+            elif name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
+                parameter.mul_(6**-0.5)
+    return model.to(dtype)
 
 
 class ListedExperts(nn.Module):
