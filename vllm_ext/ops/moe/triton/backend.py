@@ -137,6 +137,8 @@ def served(
 def _or_tiles(gemm: GemmConfig, plain: bool, size: stream.Sizes) -> GemmConfig:
     if not gemm.programs or (plain and size.covered(gemm)):
         return gemm
+    if gemm.block_tokens > 32:
+        return GemmConfig(64, 128, 4, 3, "operand", 168)
     return GemmConfig(max(16, gemm.block_tokens), 128, 4, 3)
 
 

@@ -22,6 +22,13 @@ _REGISTERS = 1 << 16
 _SHARED_MEMORY = 227 << 10
 _PRODUCER_WARPS = 4  # registers are given out to four
 _PRODUCER_REGISTERS = 40
+_HALF, _COLUMNS = 128, 64  # of `wide_kernel.py`
+_MANY_TOKENS = 64
+
+
+def wide(gemm: GemmConfig) -> bool:
+    """Whether a configuration asks for `wide_kernel.py`, for many tokens an expert."""
+    return gemm.programs > 0 and gemm.scaling == "operand"
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,11 @@ class Sizes:
     def covered(self, gemm: GemmConfig) -> bool:
         """Whether whole tiles cover the weight, each within a group."""
         tile = 4 * self.plane
-        return self.columns % tile == 0 and self.group % tile == 0 and self.rows % gemm.block_rows == 0
+        whole = self.columns % tile == 0 and self.group % tile == 0
+        if wide(gemm):
+            halves = gemm.block_rows // _HALF
+            return whole and self.rows % _HALF == 0 and (halves == 2 or (halves == 1 and tile == 2 * _COLUMNS))
+        return whole and self.rows % gemm.block_rows == 0
 
 
 @functools.lru_cache(maxsize=16)
@@ -72,6 +83,8 @@ def registers(gemm: GemmConfig) -> int:
 
 def producer(gemm: GemmConfig) -> tuple[int, int]:
     """The producer's warps, one for every 16 rows of activations, and the registers of a thread."""
+    if gemm.block_tokens >= _MANY_TOKENS:
+        return _PRODUCER_WARPS, 48 if gemm.block_tokens == _MANY_TOKENS else 64
     return max(1, gemm.block_tokens // 16), _PRODUCER_REGISTERS
 
 
@@ -79,8 +92,11 @@ def stages(gemm: GemmConfig, sizes: Sizes) -> int:
     """Tiles in the ring: what the configuration asks for, or as many as shared memory holds."""
     tile = 4 * sizes.plane
     stage = gemm.block_rows * (tile // 2 + 4) + gemm.block_tokens * tile * 2 + 16
-    stage += gemm.block_tokens * tile // sizes.sum_width * 4
     rest = gemm.block_rows * gemm.block_tokens + 1024
+    if wide(gemm):
+        rest = 6144 + -(-sizes.columns // sizes.sum_width // 16) * gemm.block_tokens * 64
+    else:
+        stage += gemm.block_tokens * tile // sizes.sum_width * 4
     return max(1, min(gemm.num_stages, (_SHARED_MEMORY // gemm.programs - 1024 - rest) // stage))
 
 
@@ -104,7 +120,8 @@ def kernel_shape(
     tile = (sizes.columns, sizes.rows, sizes.group, sizes.plane, sizes.sum_width, gemm.block_rows, gemm.block_tokens)
     operand = tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
     exponent = form.unit - form.activation_exponent
-    return (*tile, stages(gemm, sizes), operand, factor_dtype, form.offset, exponent, sums_stride)
+    shape = (*tile, stages(gemm, sizes), operand, factor_dtype, form.offset, exponent, sums_stride)
+    return (*shape, form.scale_exponent, 2**form.plane_step)
 
 
 def launch(
@@ -128,18 +145,22 @@ def launch(
     epilogue: tuple[int, ...] = (),
 ) -> None:
     """Run one GEMM: gate and up with `out_sums` given, else down. `epilogue` is explained in `stream_kernel`."""
-    from vllm_ext.ops.moe.triton.stream_kernel import stream_kernel
-
+    kernel: Any
+    if wide(gemm):
+        from vllm_ext.ops.moe.triton.wide_kernel import wide_kernel as kernel
+    else:
+        from vllm_ext.ops.moe.triton.stream_kernel import stream_kernel as kernel
     if not sizes.covered(gemm):
         raise ValueError(f"stream.launch: {sizes} is not covered by whole tiles of {gemm.block_rows} rows")
     tiles, factor_tiles = _descriptors(words, factors, gemm.block_rows)
     programs = _multiprocessors(x.device) * gemm.programs
-    partials = group_sums
+    extra: tuple[torch.Tensor, ...] = (group_sums, flags)
     if gemm.split:
-        partials = torch.empty(programs, gemm.block_rows * gemm.block_tokens, dtype=torch.float32, device=x.device)
+        size = gemm.block_rows * gemm.block_tokens
+        extra = (torch.empty(programs, size, dtype=torch.float32, device=x.device), flags)
     else:
-        programs = min(programs, blocks.shape[0] * (sizes.rows // gemm.block_rows))
-    stream_kernel[(programs,)](
+        programs = min(programs, blocks.shape[0] * -(-sizes.rows // gemm.block_rows))
+    kernel[(programs,)](
         tiles,
         factor_tiles,
         factors,
@@ -150,18 +171,17 @@ def launch(
         blocks,
         out,
         out_sums if out_sums is not None else group_sums,
-        partials,
-        flags,
+        *(() if wide(gemm) else extra),
         alpha,
         limit,
         GATE_UP=out_sums is not None,
         TOP_K=top_k,
         ACTIVATION=activation,
-        SPLIT=gemm.split,
         SHAPE=kernel_shape(gemm, sizes, x.dtype, factor_dtype, form, group_sums.shape[1]),
         EPILOGUE=epilogue,
         PRODUCER=producer(gemm),
         num_warps=gemm.num_warps,
         maxnreg=registers(gemm),
         launch_pdl=True,
-    )  # fmt: skip
+        **({} if wide(gemm) else {"SPLIT": gemm.split}),
+    )

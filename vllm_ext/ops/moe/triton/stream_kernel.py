@@ -43,6 +43,14 @@ def _load_block(blocks, block, limit):
 
 
 @gluon.jit
+def _load_first_block(blocks, block, limit, SPLIT: gl.constexpr):
+    """A program's first block. Unless SPLIT it is in the table whatever the limit is, and the read need not wait."""
+    if not SPLIT:
+        limit = block + 1
+    return _load_block(blocks, block, limit)
+
+
+@gluon.jit
 def _share(units, rank, TILES: gl.constexpr, SPLIT: gl.constexpr):
     """K tiles [first, last) of the program of this rank, all pieces of work in a row, and tiles to skip after a piece.
 
@@ -59,6 +67,16 @@ def _share(units, rank, TILES: gl.constexpr, SPLIT: gl.constexpr):
         last = first + least + gl.where(rank < more, 1, 0)
         skip = 0
     return first, last, skip
+
+
+@gluon.jit
+def _copy_weights(words, factors, bar, words_buffer, factors_buffer, expert, row, tile, p: gl.constexpr):
+    """Ask for the words and factors of one K tile of BLOCK_ROWS rows; `bar` hears when they came."""
+    TILE: gl.constexpr = 4 * p[3]
+    mbarrier.expect(bar, p[5] * p[3] * 2 + p[5] * 4)
+    load_tile(words, [(expert * (p[0] // TILE) + tile) * p[1] + row, 0], bar, words_buffer)
+    group = expert * (p[0] // p[2]) + tile * TILE // p[2]
+    load_tile(factors, [group * p[1] + row], bar, factors_buffer)
 
 
 @gluon.jit
@@ -110,7 +128,6 @@ def _produce(
     """Fill the ring, tile after tile of one piece of work after another."""
     K: gl.constexpr = p[0]
     ROWS: gl.constexpr = p[1]
-    GROUP: gl.constexpr = p[2]
     PLANE: gl.constexpr = p[3]
     BLOCK_ROWS: gl.constexpr = p[5]
     TOKENS: gl.constexpr = p[6]
@@ -118,7 +135,6 @@ def _produce(
     TILE: gl.constexpr = 4 * PLANE
     TILES: gl.constexpr = K // TILE
     ROW_TILES: gl.constexpr = ROWS // BLOCK_ROWS
-    BYTES: gl.constexpr = BLOCK_ROWS * PLANE * 2 + BLOCK_ROWS * 4
     RUNS: gl.constexpr = TILE // p[4]
     line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     t = gl.arange(0, TOKENS, layout=line)
@@ -127,19 +143,15 @@ def _produce(
         gdc_launch_dependents()
     limit = gl.load(blocks + 3, cache_modifier=".cg")
     tile, last, skip = _share(limit * ROW_TILES, gl.num_programs(0) - 1 - gl.program_id(0), TILES, SPLIT)
-    expert, first, count = _load_block(blocks, tile // TILES // ROW_TILES, limit)
+    expert, first, count = _load_first_block(blocks, tile // TILES // ROW_TILES, limit, SPLIT)
     early = 0
     if not GATHER:
         # The block table was complete before the first GEMM began: weights need not wait for it, activations do.
         early = gl.minimum(gl.minimum(TILES - tile % TILES, last - tile), STAGES)
         row = tile // TILES % ROW_TILES * BLOCK_ROWS
         for i in range(early):
-            bar = full.index(i)
-            mbarrier.expect(bar, BYTES)
             k = tile % TILES + i
-            load_tile(words, [(expert * TILES + k) * ROWS + row, 0], bar, words_ring.index(i))
-            at = (expert * (K // GROUP) + k * TILE // GROUP) * ROWS + row
-            load_tile(factors, [at], bar, factors_ring.index(i))
+            _copy_weights(words, factors, full.index(i), words_ring.index(i), factors_ring.index(i), expert, row, k, p)
         gdc_wait()
         gdc_launch_dependents()
     stage = 0
@@ -160,10 +172,9 @@ def _produce(
             bar = full.index(stage)
             if began >= early:
                 mbarrier.wait(empty.index(stage), phase)
-                mbarrier.expect(bar, BYTES)
-                load_tile(words, [(expert * TILES + i) * ROWS + row, 0], bar, words_ring.index(stage))
-                at = (expert * (K // GROUP) + i * TILE // GROUP) * ROWS + row
-                load_tile(factors, [at], bar, factors_ring.index(stage))
+                _copy_weights(
+                    words, factors, bar, words_ring.index(stage), factors_ring.index(stage), expert, row, i, p
+                )
             for r in gl.static_range(RUNS):
                 run = sums_ring.index(stage * RUNS + r)
                 load_rows(run, sums + i * RUNS + r, mask=t < count)
@@ -342,7 +353,7 @@ def _consume(
     nothing = gl.full([BLOCK_ROWS, TOKENS], 0, gl.float32, accumulator)
     stage = 0
     phase = 0
-    _, first, count = _load_block(blocks, tile // TILES // ROW_TILES, used)
+    _, first, count = _load_first_block(blocks, tile // TILES // ROW_TILES, used, SPLIT)
     while tile < last:
         row_tile = tile // TILES % ROW_TILES
         own_first, own_count = first, count
@@ -414,9 +425,10 @@ def stream_kernel(
     """One of the two GEMMs; programs take pieces of work (a block of slots, BLOCK_ROWS rows) in turn.
 
     SHAPE is (K, rows, group size, plane width, columns of one sum, BLOCK_ROWS, BLOCK_TOKENS, stages, dtype of the
-    operands, of the factors, codes' offset, exponent of the result, row stride of the sums); EPILOGUE, of gate and up,
-    (row stride of out, columns of one sum of it, sums, exponent, its step, plane width); PRODUCER the producer's
-    (warps, registers).
+    operands, of the factors, codes' offset, exponent of the result, row stride of the sums, exponent of the scales,
+    what odd planes count); EPILOGUE, of gate and up, (row stride of out, columns of one sum of it, sums, exponent, its
+    step, plane width); PRODUCER the producer's (warps, registers). SPLIT is explained at `_share`; it leaves sums in
+    `partials` and needs `flags` at zero, one a program.
     """
     PLANE: gl.constexpr = SHAPE[3]
     BLOCK_ROWS: gl.constexpr = SHAPE[5]
