@@ -84,6 +84,27 @@ def test_amdahls_bounds_by_hand() -> None:
     assert row["share_of_kernel"] == pytest.approx((100 / 62) / (100 / 60))
 
 
+def test_a_drifting_host_does_not_decide() -> None:
+    """A host that slows down by half between two rounds: the arms of a round are compared with each other."""
+    times = {"stock": [60.0, 90.0, 120.0, 99.0], "free": [40.0, 60.0, 80.0, 66.0], "experts": [50.0, 75.0, 100.0, 82.5]}
+    rows = [{"arm": name, "step_ms": 0.0, "runs_ms": runs} for name, runs in times.items()]
+    (row,) = hf_steps.amdahl(rows, {}, 10)
+    assert row["speedup"] == pytest.approx(1.2)
+    assert row["bound_free"] == pytest.approx(1.5)
+    assert row["share_of_free"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("arm", ["stock", "kit"])
+def test_steps_are_stamped_and_the_model_left_as_it_was(switch: Switch, arm: str) -> None:
+    switch.to(ARMS[arm])
+    before = dict(switch.model.__dict__)
+    with hf_steps.stamped_steps(switch.model) as stamps:
+        hf_steps._seconds(switch.model, hf_steps.prompt_ids(switch.model, 12), 4, 0)
+    assert len(stamps) == 4
+    assert stamps == sorted(stamps)
+    assert switch.model.__dict__ == before
+
+
 def test_profile_finds_the_experts(switch: Switch) -> None:
     rows = hf_profile.measure(switch, "stock", 2)
     assert {"experts", "attention", "norms", "router"} <= {row["component"] for row in rows}
