@@ -154,6 +154,21 @@ def scale_codes(
 
 
 @triton.jit
+def unpack_factors(word, dtype: tl.constexpr):
+    """(scale, zero point) in FP32, from words that hold both in `dtype`."""
+    if dtype == tl.bfloat16:
+        scale = (word << 16).to(tl.float32, bitcast=True)
+        zero = (word & -65536).to(tl.float32, bitcast=True)
+    elif dtype == tl.float16:
+        scale = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        zero = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        scale = word.to(tl.int32).to(tl.float32, bitcast=True)
+        zero = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return scale, zero
+
+
+@triton.jit
 def settle(acc, ASM: tl.constexpr):
     """The same accumulators, after the tensor core has written them.
 

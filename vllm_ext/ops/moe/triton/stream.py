@@ -1,4 +1,4 @@
-"""Launching the streaming GEMMs (`stream_kernel.py`): which calls they serve, and with what.
+"""Launching the persistent GEMMs (`stream_kernel.py`, `wide_kernel.py`): which calls they serve, and with what.
 
 A configuration asks for them with `programs`, the persistent programs of a multiprocessor. They serve gated experts
 without biases on compute capability 9.0, in sizes that whole tiles cover; everything else is served by `gemm.py`.
@@ -27,7 +27,7 @@ _MANY_TOKENS = 64
 
 
 def wide(gemm: GemmConfig) -> bool:
-    """Whether a configuration asks for `wide_kernel.py`, for many tokens an expert."""
+    """Whether a configuration asks for `wide_kernel.py`."""
     return gemm.programs > 0 and gemm.scaling == "operand"
 
 
@@ -69,7 +69,7 @@ def usable(device: torch.device) -> bool:
     if torch.cuda.get_device_capability(device) != CAPABILITY:
         return False
     try:
-        import vllm_ext.ops.moe.triton.stream_kernel  # noqa: F401
+        import vllm_ext.ops.moe.triton.wide_kernel  # noqa: F401
     except ImportError:
         return False
     return True

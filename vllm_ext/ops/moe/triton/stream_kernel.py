@@ -12,42 +12,27 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from vllm_ext.ops.moe.triton.activation import gated
-from vllm_ext.ops.moe.triton.dequant import expand, scale_activations
-
-# Triton renamed both after 3.6.
-load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-load_rows = (
-    async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-)  # fmt: skip
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-
-
-@gluon.jit
-def _load_block(blocks, block, limit):
-    """(expert, first place, slots) of a block; block 0 in the place of one past the end."""
-    entry = blocks + gl.where(block < limit, block, 0) * 4
-    expert = gl.load(entry, cache_modifier=".cg")
-    first = gl.load(entry + 1, cache_modifier=".cg")
-    return expert, first, gl.load(entry + 2, cache_modifier=".cg")
-
-
-@gluon.jit
-def _load_first_block(blocks, block, limit, SPLIT: gl.constexpr):
-    """A program's first block. Unless SPLIT it is in the table whatever the limit is, and the read need not wait."""
-    if not SPLIT:
-        limit = block + 1
-    return _load_block(blocks, block, limit)
+from vllm_ext.ops.moe.triton.dequant import expand, unpack_factors
+from vllm_ext.ops.moe.triton.persistent import (
+    barrier,
+    copy_weights,
+    copy_x,
+    load_block,
+    load_first_block,
+    load_rows,
+    places,
+    side_by_side,
+    store_down,
+    store_gate_up,
+)
 
 
 @gluon.jit
@@ -67,42 +52,6 @@ def _share(units, rank, TILES: gl.constexpr, SPLIT: gl.constexpr):
         last = first + least + gl.where(rank < more, 1, 0)
         skip = 0
     return first, last, skip
-
-
-@gluon.jit
-def _copy_weights(words, factors, bar, words_buffer, factors_buffer, expert, row, tile, p: gl.constexpr):
-    """Ask for the words and factors of one K tile of BLOCK_ROWS rows; `bar` hears when they came."""
-    TILE: gl.constexpr = 4 * p[3]
-    mbarrier.expect(bar, p[5] * p[3] * 2 + p[5] * 4)
-    load_tile(words, [(expert * (p[0] // TILE) + tile) * p[1] + row, 0], bar, words_buffer)
-    group = expert * (p[0] // p[2]) + tile * TILE // p[2]
-    load_tile(factors, [group * p[1] + row], bar, factors_buffer)
-
-
-@gluon.jit
-def _copy_x(x_buffer, bar, x, place, count, tile, TOKENS: gl.constexpr, TILE: gl.constexpr):
-    """Ask for a block's activations of one K tile, zeros for tokens that are not there; `bar` hears when they came."""
-    LANES: gl.constexpr = TILE // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
-    t = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout))
-    k = gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
-    at = (x + place)[:, None] + (tile * TILE + k)[None, :]
-    load_rows(x_buffer, at, mask=(t < count)[:, None])
-    async_copy.mbarrier_arrive(bar, increment_count=False)
-
-
-@gluon.jit
-def _places(sorted_slots, first, count, x_stride, GATHER: gl.constexpr, TOP_K: gl.constexpr, p: gl.constexpr):
-    """Where each token's activations begin, in elements: those of the slot's token, or at its place in sorted order."""
-    TOKENS: gl.constexpr = p[6]
-    LANES: gl.constexpr = p[3] * 4 // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
-    t = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout))
-    if GATHER:
-        row = gl.load(sorted_slots + first + t, mask=t < count, other=0) // TOP_K
-    else:
-        row = gl.where(t < count, first + t, 0)
-    return row.to(gl.int64) * x_stride
 
 
 @gluon.jit
@@ -143,7 +92,7 @@ def _produce(
         gdc_launch_dependents()
     limit = gl.load(blocks + 3, cache_modifier=".cg")
     tile, last, skip = _share(limit * ROW_TILES, gl.num_programs(0) - 1 - gl.program_id(0), TILES, SPLIT)
-    expert, first, count = _load_first_block(blocks, tile // TILES // ROW_TILES, limit, SPLIT)
+    expert, first, count = load_first_block(blocks, tile // TILES // ROW_TILES, limit, SPLIT)
     early = 0
     if not GATHER:
         # The block table was complete before the first GEMM began: weights need not wait for it, activations do.
@@ -151,14 +100,14 @@ def _produce(
         row = tile // TILES % ROW_TILES * BLOCK_ROWS
         for i in range(early):
             k = tile % TILES + i
-            _copy_weights(words, factors, full.index(i), words_ring.index(i), factors_ring.index(i), expert, row, k, p)
+            copy_weights(words, factors, full.index(i), words_ring.index(i), factors_ring.index(i), expert, row, k, p)
         gdc_wait()
         gdc_launch_dependents()
     stage = 0
     phase = 1
     began = 0
     while tile < last:
-        place = _places(sorted_slots, first, count, x_stride, GATHER, TOP_K, p)
+        place = places(sorted_slots, first, count, x_stride, GATHER, TOP_K, p)
         source = first + t
         if GATHER:
             source = gl.load(sorted_slots + source, mask=t < count, other=0) // TOP_K
@@ -167,18 +116,16 @@ def _produce(
         start = tile % TILES
         end = gl.minimum(TILES, start + last - tile)
         tile += end - start + skip
-        next_expert, next_first, next_count = _load_block(blocks, tile // TILES // ROW_TILES, limit)
+        next_expert, next_first, next_count = load_block(blocks, tile // TILES // ROW_TILES, limit)
         for i in range(start, end):
             bar = full.index(stage)
             if began >= early:
                 mbarrier.wait(empty.index(stage), phase)
-                _copy_weights(
-                    words, factors, bar, words_ring.index(stage), factors_ring.index(stage), expert, row, i, p
-                )
+                copy_weights(words, factors, bar, words_ring.index(stage), factors_ring.index(stage), expert, row, i, p)
             for r in gl.static_range(RUNS):
                 run = sums_ring.index(stage * RUNS + r)
                 load_rows(run, sums + i * RUNS + r, mask=t < count)
-            _copy_x(x_ring.index(stage), bar, x, place, count, i, TOKENS, TILE)
+            copy_x(x_ring.index(stage), bar, x, place, count, i, TOKENS, TILE)
             began += 1
             stage += 1
             if stage == STAGES:
@@ -188,88 +135,12 @@ def _produce(
 
 
 @gluon.jit
-def _unpack(word, dtype: gl.constexpr):
-    """(scale, zero point) in FP32 of a word that holds both in 16 bits."""
-    if dtype == gl.bfloat16:
-        scale = (word << 16).to(gl.float32, bitcast=True)
-        zero = (word & -65536).to(gl.float32, bitcast=True)
-    else:
-        scale = (word & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-        zero = (word >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-    return scale, zero
-
-
-@gluon.jit
-def _side_by_side(p0, p1, p2, p3, layout: gl.constexpr):
-    """Four times [R, P] to [R, 4P] in the tensor core's order of columns: nothing moves."""
-    pairs = gl.join(gl.join(p0, p1), gl.join(p2, p3))
-    joined = pairs.permute(0, 3, 2, 1).reshape(p0.shape[0], 4 * p0.shape[1])
-    return gl.convert_layout(joined, layout, assert_trivial=True)
-
-
-@gluon.jit
 def _multiply(words_buffer, x_buffer, zero, operand: gl.constexpr, DTYPE: gl.constexpr):
     """The product of a tile's codes with the activations, under way; and its left operand, to be kept until it ends."""
     word = words_buffer.load(operand)
     w0, w1, w2, w3 = expand(word, DTYPE, True)
-    w = _side_by_side(w0, w1, w2, w3, operand)
+    w = side_by_side(w0, w1, w2, w3, operand)
     return warpgroup_mma(w, x_buffer.permute((1, 0)), zero, use_acc=False, is_async=True), w
-
-
-@gluon.jit
-def _store_gate_up(
-    acc,
-    out,
-    out_sums,
-    first,
-    count,
-    start,
-    alpha,
-    limit,
-    ACTIVATION: gl.constexpr,
-    e: gl.constexpr,
-):
-    """Activate rows and store them from column `start` on at the tokens' places, with the sums over runs of columns."""
-    BLOCK_ROWS: gl.constexpr = acc.shape[0]
-    TOKENS: gl.constexpr = acc.shape[1]
-    COLUMNS: gl.constexpr = BLOCK_ROWS // 2
-    OUT_STRIDE: gl.constexpr = e[0]
-    OUT_SUM_WIDTH: gl.constexpr = e[1]
-    OUT_SUMS: gl.constexpr = e[2]
-    gate, up = gl.split(acc.reshape(BLOCK_ROWS // 16, 2, 8, TOKENS).permute(0, 2, 3, 1))
-    value = gated(gate, up, alpha, limit, ACTIVATION).reshape(COLUMNS, TOKENS)
-    value = value.to(out.dtype.element_ty).to(gl.float32)
-    layout: gl.constexpr = value.type.layout
-    column = start + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, layout))
-    scaled = scale_activations(value, column[:, None], e[3], e[4], e[5])
-    RUNS: gl.constexpr = COLUMNS // OUT_SUM_WIDTH
-    sums = gl.sum(value.reshape(RUNS, OUT_SUM_WIDTH, TOKENS), 1)
-    sums_layout: gl.constexpr = sums.type.layout
-    run = start // OUT_SUM_WIDTH + gl.arange(0, RUNS, layout=gl.SliceLayout(1, sums_layout))
-    t = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, sums_layout))
-    at = (out_sums + (first + t).to(gl.int64) * OUT_SUMS)[None, :] + run[:, None]
-    gl.store(at, sums, mask=(t < count)[None, :] & (run < OUT_SUMS)[:, None])
-    ROW_LANES: gl.constexpr = COLUMNS // 4 if COLUMNS < 128 else 32
-    wide: gl.constexpr = gl.BlockedLayout([4, 1], [ROW_LANES, 32 // ROW_LANES], [1, gl.num_warps()], [0, 1])
-    scaled = gl.convert_layout(scaled.to(out.dtype.element_ty), wide)
-    column = start + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, wide))
-    t = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, wide))
-    at = (out + (first + t).to(gl.int64) * OUT_STRIDE)[None, :] + column[:, None]
-    gl.store(at, scaled, mask=(t < count)[None, :])
-
-
-@gluon.jit
-def _store_down(acc, out, sorted_slots, first, count, start, ROWS: gl.constexpr):
-    """Store rows from row `start` on by slot."""
-    BLOCK_ROWS: gl.constexpr = acc.shape[0]
-    TOKENS: gl.constexpr = acc.shape[1]
-    LANES: gl.constexpr = BLOCK_ROWS // 8
-    wide: gl.constexpr = gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1])
-    t = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, wide))
-    slot = gl.load(sorted_slots + first + t, mask=t < count, other=0).to(gl.int64)
-    value = gl.convert_layout(acc.to(out.dtype.element_ty), wide)
-    row = start + gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(1, wide))
-    gl.store((out + slot * ROWS)[None, :] + row[:, None], value, mask=(t < count)[None, :])
 
 
 @gluon.jit
@@ -353,14 +224,14 @@ def _consume(
     nothing = gl.full([BLOCK_ROWS, TOKENS], 0, gl.float32, accumulator)
     stage = 0
     phase = 0
-    _, first, count = _load_first_block(blocks, tile // TILES // ROW_TILES, used, SPLIT)
+    _, first, count = load_first_block(blocks, tile // TILES // ROW_TILES, used, SPLIT)
     while tile < last:
         row_tile = tile // TILES % ROW_TILES
         own_first, own_count = first, count
         start = tile % TILES
         end = gl.minimum(TILES, start + last - tile)
         tile += end - start + skip
-        _, first, count = _load_block(blocks, tile // TILES // ROW_TILES, used)
+        _, first, count = load_block(blocks, tile // TILES // ROW_TILES, used)
         acc = nothing
         for _ in range(start, end):
             mbarrier.wait(full.index(stage), phase)
@@ -369,7 +240,7 @@ def _consume(
             for r in gl.static_range(1, RUNS):
                 total += sums_ring.index(stage * RUNS + r).load(gl.SliceLayout(0, accumulator))
             product, w = _multiply(words_ring.index(stage), x_ring.index(stage), nothing, operand, p[8])
-            scale, zero = _unpack(word, p[9])
+            scale, zero = unpack_factors(word, p[9])
             # The product is still to be multiplied by 2^EXPONENT.
             zero = (zero + p[10]) * 2.0**-EXPONENT
             product, w = warpgroup_mma_wait(0, deps=[product, w])
@@ -391,11 +262,11 @@ def _consume(
                     end += other_last - other_first
             acc *= 2.0**EXPONENT
             if GATE_UP:
-                _store_gate_up(
+                store_gate_up(
                     acc, out, out_sums, own_first, own_count, row_tile * (BLOCK_ROWS // 2), alpha, limit, ACTIVATION, e
                 )  # fmt: skip
             else:
-                _store_down(acc, out, sorted_slots, own_first, own_count, row_tile * BLOCK_ROWS, ROWS)
+                store_down(acc, out, sorted_slots, own_first, own_count, row_tile * BLOCK_ROWS, ROWS)
 
 
 @gluon.jit

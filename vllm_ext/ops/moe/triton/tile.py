@@ -20,24 +20,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_ext.ops.moe.triton.dequant import CENTER, expand, scale_codes, settle
+from vllm_ext.ops.moe.triton.dequant import CENTER, expand, scale_codes, settle, unpack_factors
 
 _SUM_CHUNK = tl.constexpr(16)
-
-
-@triton.jit
-def _unpack(word, dtype: tl.constexpr):
-    """(scale, zero point) in FP32, from words that hold both in `dtype`."""
-    if dtype == tl.bfloat16:
-        scale = (word << 16).to(tl.float32, bitcast=True)
-        zero = (word & -65536).to(tl.float32, bitcast=True)
-    elif dtype == tl.float16:
-        scale = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        zero = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        scale = word.to(tl.int32).to(tl.float32, bitcast=True)
-        zero = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    return scale, zero
 
 
 @triton.jit
@@ -69,7 +54,7 @@ def _subtract_zero_term(acc, word, total, FACTOR_DTYPE: tl.constexpr, OFFSET: tl
     Its factors are split into BF16 parts. FP16's offset of 1024 makes the term so much larger than the result that it
     needs all 24 bits; for BF16's 128, 16 bits leave an error below that of the operands.
     """
-    s, z = _unpack(word, FACTOR_DTYPE)
+    s, z = unpack_factors(word, FACTOR_DTYPE)
     left = -s * (z + OFFSET)
     if ASM:
         left_high, left_middle, left_low = _split(left)
@@ -90,7 +75,7 @@ def _subtract_zero_term(acc, word, total, FACTOR_DTYPE: tl.constexpr, OFFSET: tl
 def _group_factors(factors, row, column, p: tl.constexpr, FACTOR_DTYPE: tl.constexpr):
     """Scale and zero point, each [rows], of the group that `column` lies in; past K, those of the last group."""
     group = tl.minimum(column // p[2], (p[0] + p[2] - 1) // p[2] - 1)
-    return _unpack(tl.load(factors + group * p[1] + row, mask=row < p[1], other=0), FACTOR_DTYPE)
+    return unpack_factors(tl.load(factors + group * p[1] + row, mask=row < p[1], other=0), FACTOR_DTYPE)
 
 
 @triton.jit
@@ -98,7 +83,7 @@ def _column_scales(factors, row, k, p: tl.constexpr, FACTOR_DTYPE: tl.constexpr)
     """The scales [rows, columns] of the columns k."""
     ok = (row < p[1])[:, None] & (k < p[0])[None, :]
     word = tl.load(factors + (k // p[2])[None, :] * p[1] + row[:, None], mask=ok, other=0)
-    return _unpack(word, FACTOR_DTYPE)[0]
+    return unpack_factors(word, FACTOR_DTYPE)[0]
 
 
 @triton.jit

@@ -1,8 +1,9 @@
-"""The two grouped GEMMs for many tokens an expert, bound by the tensor cores (Gluon, compute capability 9.0).
+"""The two grouped GEMMs with scales on the codes, as a stream of weights (Gluon, compute capability 9.0).
 
-As in `stream_kernel.py` a producer fills a ring of K tiles. The consumer holds 256 rows in two accumulators of 128:
-while the tensor core multiplies one half, the other half's codes are expanded. Scales multiply the codes ("operand" in
-`tile.py`); the zero points' term is taken off at the end, from sums that the producer lays out.
+As in `stream_kernel.py` a producer fills a ring of K tiles. The consumer has two products under way: while the tensor
+core multiplies one half of the rows (of the columns, where it holds 128 rows only), the other half's codes are expanded.
+Scales multiply the codes ("operand" in `tile.py`); the zero points' term is taken off at the end, from sums that the
+producer lays out.
 """
 
 # Gluon's functions take tensors and compile-time values of any kind.
@@ -20,18 +21,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from vllm_ext.ops.moe.triton.dequant import CENTER, expand, expand_pair, scale_codes
-from vllm_ext.ops.moe.triton.stream_kernel import (
-    _copy_weights,
-    _copy_x,
-    _load_block,
-    _load_first_block,
-    _places,
-    _side_by_side,
-    _store_down,
-    _store_gate_up,
-    _unpack,
+from vllm_ext.ops.moe.triton.dequant import CENTER, expand, expand_pair, scale_codes, unpack_factors
+from vllm_ext.ops.moe.triton.persistent import (
     barrier,
+    copy_weights,
+    copy_x,
+    load_block,
+    load_first_block,
+    places,
+    side_by_side,
+    store_down,
+    store_gate_up,
 )
 
 _SUM_CHUNK = gl.constexpr(16)
@@ -100,14 +100,14 @@ def _produce(
         gdc_launch_dependents()
     limit = gl.load(blocks + 3, cache_modifier=".cg")
     unit = gl.program_id(0)
-    expert, first, count = _load_first_block(blocks, unit // ROW_TILES, limit, False)
+    expert, first, count = load_first_block(blocks, unit // ROW_TILES, limit, False)
     early = 0
     if not GATHER:
         # The block table was complete before the first GEMM began: weights need not wait for it, activations do.
         early = gl.where(unit < limit * ROW_TILES, gl.minimum(TILES, STAGES), 0)
         row = unit % ROW_TILES * BLOCK_ROWS
         for i in range(early):
-            _copy_weights(words, factors, full.index(i), words_ring.index(i), factors_ring.index(i), expert, row, i, p)
+            copy_weights(words, factors, full.index(i), words_ring.index(i), factors_ring.index(i), expert, row, i, p)
         gdc_wait()
         gdc_launch_dependents()
     stage = 0
@@ -115,18 +115,16 @@ def _produce(
     sums_phase = 1
     began = 0
     while unit < limit * ROW_TILES:
-        place = _places(sorted_slots, first, count, x_stride, GATHER, TOP_K, p)
+        place = places(sorted_slots, first, count, x_stride, GATHER, TOP_K, p)
         row = unit % ROW_TILES * BLOCK_ROWS
         unit += gl.num_programs(0)
-        next_expert, next_first, next_count = _load_block(blocks, unit // ROW_TILES, limit)
+        next_expert, next_first, next_count = load_block(blocks, unit // ROW_TILES, limit)
         for i in range(TILES):
             bar = full.index(stage)
             if began >= early:
                 mbarrier.wait(empty.index(stage), phase)
-                _copy_weights(
-                    words, factors, bar, words_ring.index(stage), factors_ring.index(stage), expert, row, i, p
-                )
-            _copy_x(x_ring.index(stage), bar, x, place, count, i, TOKENS, TILE)
+                copy_weights(words, factors, bar, words_ring.index(stage), factors_ring.index(stage), expert, row, i, p)
+            copy_x(x_ring.index(stage), bar, x, place, count, i, TOKENS, TILE)
             began += 1
             stage += 1
             if stage == STAGES:
@@ -161,7 +159,7 @@ def _operand(word, scale, STEP: gl.constexpr, operand: gl.constexpr, p: gl.const
         w1 = scale_codes(w1, scale, p[14], p[10], p[13], True)
         w2 = scale_codes(w2, scale, 1, p[10], p[13], True)
         w3 = scale_codes(w3, scale, p[14], p[10], p[13], True)
-        w = _side_by_side(w0, w1, w2, w3, operand)
+        w = side_by_side(w0, w1, w2, w3, operand)
     return w
 
 
@@ -176,7 +174,7 @@ def _subtract_zero_term(acc, factors, row, sums_buffers, N: gl.constexpr, operan
         # operand constant, and Triton 3.6's ptxas sets such registers after the product that reads them.
         group = gl.minimum(at, SUMS - 1) * p[4] // p[2]
         word = gl.load(factors + (group * p[1])[None, :] + row[:, None])
-        s, z = _unpack(word, p[9])
+        s, z = unpack_factors(word, p[9])
         left_high, left_middle, _ = _split(-s * (z - CENTER))
         high = sums_buffers.index(c * 2).slice(0, N).permute((1, 0))
         middle = sums_buffers.index(c * 2 + 1).slice(0, N).permute((1, 0))
@@ -196,7 +194,7 @@ def _activate(
         _activate(left, out, out_sums, first, count, start, alpha, limit, N // 2, ACTIVATION, e)
         _activate(right, out, out_sums, first + N // 2, count - N // 2, start, alpha, limit, N // 2, ACTIVATION, e)
     else:
-        _store_gate_up(acc, out, out_sums, first, count, start, alpha, limit, ACTIVATION, e)
+        store_gate_up(acc, out, out_sums, first, count, start, alpha, limit, ACTIVATION, e)
 
 
 @gluon.jit
@@ -247,10 +245,10 @@ def _piece(
         words, scales = words_ring.index(stage), factors_ring.index(stage)
         x_tile = x_ring.index(stage).slice(0, N)
         word0 = words.slice(0, HALF).load(operand)
-        scale0 = _unpack(scales.slice(0, HALF).load(gl.SliceLayout(1, operand)), p[9])[0][:, None]
+        scale0 = unpack_factors(scales.slice(0, HALF).load(gl.SliceLayout(1, operand)), p[9])[0][:, None]
         if HALVES == 2:
             word1 = words.slice(HALF, HALF).load(operand)
-            scale1 = _unpack(scales.slice(HALF, HALF).load(gl.SliceLayout(1, operand)), p[9])[0][:, None]
+            scale1 = unpack_factors(scales.slice(HALF, HALF).load(gl.SliceLayout(1, operand)), p[9])[0][:, None]
             for step in gl.static_range(STEPS):
                 x_step = x_tile.slice(step * COLUMNS, COLUMNS, dim=1).permute((1, 0))
                 w0 = _operand(word0, scale0, step, operand, p)
@@ -292,9 +290,9 @@ def _piece(
         if HALVES == 2 and start + HALF < ROWS:
             _activate(high, out, out_sums, first, count, (start + HALF) // 2, alpha, limit, N, ACTIVATION, e)
     else:
-        _store_down(low, out, sorted_slots, first, count, start, ROWS)
+        store_down(low, out, sorted_slots, first, count, start, ROWS)
         if HALVES == 2 and start + HALF < ROWS:
-            _store_down(high, out, sorted_slots, first, count, start + HALF, ROWS)
+            store_down(high, out, sorted_slots, first, count, start + HALF, ROWS)
     return stage, phase
 
 
@@ -330,11 +328,11 @@ def _consume(
     stage = 0
     phase = 0
     sums_phase = 0
-    expert, first, count = _load_first_block(blocks, unit // ROW_TILES, used, False)
+    expert, first, count = load_first_block(blocks, unit // ROW_TILES, used, False)
     while unit < used * ROW_TILES:
         start = unit % ROW_TILES * BLOCK_ROWS
         unit += gl.num_programs(0)
-        next_expert, next_first, next_count = _load_block(blocks, unit // ROW_TILES, used)
+        next_expert, next_first, next_count = load_block(blocks, unit // ROW_TILES, used)
         if p[6] > SHORT and count <= SHORT:
             stage, phase = _piece(
                 factors, sorted_slots, out, out_sums, alpha, limit, words_ring, factors_ring, x_ring, sums_buffers,
