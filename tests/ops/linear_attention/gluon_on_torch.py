@@ -166,7 +166,9 @@ class Machine:
             kernel(*given, **constants)
 
     def _access(self, pointer: Pointer, mask: Any, value: torch.Tensor | None, found: torch.Tensor) -> None:
-        at, wanted = torch.broadcast_tensors(pointer.at, torch.as_tensor(True if mask is None else _plain(mask)))
+        at, wanted = torch.broadcast_tensors(  # type: ignore[no-untyped-call]
+            pointer.at, torch.as_tensor(True if mask is None else _plain(mask))
+        )
         for space in (at[wanted] >> _SPACE).unique().tolist():
             here = wanted & ((at >> _SPACE) == space)
             place = (at[here] & ((1 << _SPACE) - 1)) // pointer.element.itemsize
@@ -177,13 +179,13 @@ class Machine:
                 memory[place] = value.expand(at.shape)[here].to(pointer.element)
 
     def load(self, pointer: Pointer, mask: Any = None, other: float = 0.0) -> Value:
-        shape = torch.broadcast_shapes(pointer.at.shape, () if mask is None else _plain(mask).shape)
+        shape = (pointer.at if mask is None else pointer.at + 0 * _plain(mask).long()).shape
         found = torch.full(shape, other).to(pointer.element)
         self._access(pointer, mask, None, found)
         return Value(found)
 
     def store(self, pointer: Pointer, value: Value, mask: Any = None) -> None:
-        at, data = torch.broadcast_tensors(pointer.at, value.data)
+        at, data = torch.broadcast_tensors(pointer.at, value.data)  # type: ignore[no-untyped-call]
         self._access(Pointer(at, pointer.element), mask, data, data)
 
     def allocate(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:

@@ -138,7 +138,7 @@ def test_products_of_the_hopper_recurrence_stay_in_flight(transition: bool, grou
 def test_what_prepares_chunks_on_hopper_keeps_to_its_registers(name: str) -> None:
     """KDA's preparation once spilled 2.4 KiB a thread and took eight times the recurrence's time for it."""
     from vllm_ext.ops.linear_attention.triton.inverse_hopper import invert_hopper_kernel
-    from vllm_ext.ops.linear_attention.triton.launch_hopper import PREPARE_REGISTERS
+    from vllm_ext.ops.linear_attention.triton.launch_hopper import REGISTERS
     from vllm_ext.ops.linear_attention.triton.prepare_gdn_hopper import prepare_gdn_hopper_kernel
     from vllm_ext.ops.linear_attention.triton.prepare_kda_hopper import prepare_kda_hopper_kernel
 
@@ -153,7 +153,7 @@ def test_what_prepares_chunks_on_hopper_keeps_to_its_registers(name: str) -> Non
     }[name]
     taken = {"K": 128, "NORMALISE": False, "PACKED": True}
     taken = {key: value for key, value in taken.items() if key in kernel.arg_names}
-    compiled = compile_for_hopper(kernel, types, taken, warps, maxnreg=PREPARE_REGISTERS)
+    compiled = compile_for_hopper(kernel, types, taken, warps, maxnreg=REGISTERS[name])
     sass = compiled.asm["sass"]
     assert "HGMMA" in sass
     assert len(re.findall(r"\b(?:LDL|STL)\b", sass)) <= 60

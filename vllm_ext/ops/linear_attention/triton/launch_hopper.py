@@ -23,8 +23,8 @@ WIDEST_BLOCK = 128
 _LEAST_COLUMNS = 64
 _MOST_STAGES = 3
 _SHARED_BYTES = 227 * 1024
-# Of a thread: four programs of four warps on a multiprocessor, or two of eight.
-PREPARE_REGISTERS = 128
+# Of a thread, by kernel: four programs of four warps on a multiprocessor, two of eight, and five.
+REGISTERS = {"gdn": 128, "kda": 128, "inverse": 96}
 # Whether launches may start while those that they wait for still end.
 DEPENDENT = False
 
@@ -66,7 +66,7 @@ def prepare_gdn(
     prepare_gdn_hopper_kernel[grid](
         descriptor(q.flatten(1), keys), descriptor(k.flatten(1), keys), g, beta, cu_seqlens, _square(inverse),
         _square(scores), factors, *counts, *steps[2:4], *steps[6:], **constants,
-        num_warps=4, maxnreg=PREPARE_REGISTERS,
+        num_warps=4, maxnreg=REGISTERS["gdn"],
     )  # fmt: skip
 
 
@@ -86,12 +86,12 @@ def prepare_kda(
     inverse = results[0]
     prepare_kda_hopper_kernel[grid](
         q, k, g, beta, cu_seqlens, *results, *counts, *steps, **constants,
-        num_warps=constants["K"] // 16, maxnreg=PREPARE_REGISTERS,
+        num_warps=constants["K"] // 16, maxnreg=REGISTERS["kda"],
     )  # fmt: skip
     _, num_sequences, num_tokens, heads, _ = counts
     invert_hopper_kernel[grid](
         _square(inverse), _square(inverse), beta, cu_seqlens, num_sequences, num_tokens, heads, steps[3], steps[7],
-        PACKED=constants["PACKED"], num_warps=4, maxnreg=PREPARE_REGISTERS, launch_pdl=DEPENDENT,
+        PACKED=constants["PACKED"], num_warps=4, maxnreg=REGISTERS["inverse"], launch_pdl=DEPENDENT,
     )  # fmt: skip
 
 
