@@ -1,7 +1,7 @@
 """The two grouped GEMMs with scales on the codes, as a stream of weights (Gluon, compute capability 9.0).
 
 As in `stream_kernel.py` a producer fills a ring of K tiles. The consumer has two products under way: while the tensor
-core multiplies one half of the rows (of the columns, where it holds 128 rows only), the other half's codes are expanded.
+core multiplies one half of the rows (or of the columns, where it holds 128 rows), the other half's codes are expanded.
 Scales multiply the codes ("operand" in `tile.py`); the zero points' term is taken off at the end, from sums that the
 producer lays out.
 """
