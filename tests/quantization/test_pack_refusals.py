@@ -84,6 +84,15 @@ def test_options_that_cannot_be_are_errors(checkpoint, tmp_path, capsys):
     assert not (tmp_path / "packed").exists()
 
 
+def test_a_destination_that_cannot_be_written_is_told_before_the_work(checkpoint, tmp_path, capsys):
+    """Nothing was begun there, so `--resume` would be no remedy."""
+    (tmp_path / "file").write_text("x")
+    assert quantize(checkpoint(), tmp_path / "file" / "packed") == 1
+    error = capsys.readouterr().err
+    assert "packed.partial: cannot be written: " in error
+    assert error.endswith("choose a destination where you may write\n")
+
+
 def test_a_link_does_not_lead_into_the_source(checkpoint, tmp_path, capsys):
     source, link = checkpoint("per_expert"), tmp_path / "link"
     link.symlink_to(source)

@@ -85,9 +85,12 @@ def test_minmax_error_is_within_half_a_step(zero_point, symmetric, dtype, column
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("zero_point", "symmetric"), KINDS)
 @pytest.mark.parametrize("group", [32, 128])
-@pytest.mark.parametrize("kind", ["normal", "heavy", "uniform", "skewed", "offset", "sparse", "two_values", "tiny"])
+@pytest.mark.parametrize(
+    "kind", ["normal", "heavy", "uniform", "skewed", "offset", "far", "outlier", "sparse", "two_values", "tiny"]
+)
 def test_hqq_squared_error_is_never_above_minmax(kind, group, zero_point, symmetric, dtype):
-    """The search may only improve; also where least squares degenerates (two values, constant and empty groups)."""
+    """The search may only improve; also where sums cancel (a zero point of tens of thousands clips a whole FP32 group:
+    it once got a scale a million times too large) and where nothing but the outlier counts."""
     torch.manual_seed(1)
     weight = {
         "normal": torch.randn(64, 320) * 0.02,
@@ -95,6 +98,8 @@ def test_hqq_squared_error_is_never_above_minmax(kind, group, zero_point, symmet
         "uniform": torch.rand(64, 320) - 0.5,
         "skewed": torch.rand(64, 320) ** 4,
         "offset": 1 + 0.01 * torch.randn(64, 320),
+        "far": 1e4 + torch.randn(64, 320),
+        "outlier": 1e-3 + 6e4 * (torch.arange(320) % 32 == 5).expand(64, 320),
         "sparse": torch.randn(64, 320) * (torch.rand(64, 320) < 0.02),
         "two_values": (torch.rand(64, 320) < 0.1) * 0.7 - 0.2,
         "tiny": torch.randn(64, 320) * 1e-7,
@@ -121,7 +126,8 @@ def test_float_zero_points_keep_the_mean_of_each_group():
 @pytest.mark.parametrize("method", ["minmax", "hqq"])
 def test_constant_and_zero_groups_are_exact(method, zero_point, symmetric, dtype):
     """Dead experts are all zero, and some rows are constant: neither may divide by a range of zero."""
-    values = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.25, -3.5, 65504.0, -65504.0, 2**-14, -(2**-14)])
+    values = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.25, -3.5, 0.1, -0.3, 65504.0, -65504.0, 2**-14, -(2**-14)])
+    values = torch.cat((values, torch.randn(100, generator=torch.Generator().manual_seed(0))))
     if dtype == torch.bfloat16:
         values = values.to(dtype).float()
     weight = values[:, None].expand(-1, 96).contiguous().to(dtype)

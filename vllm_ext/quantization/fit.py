@@ -15,6 +15,10 @@ TOP = LEVELS - 1
 # Chosen by the loss of a model trained on full-precision weights: docs/quantization.md.
 NARROW = 0.95
 ROUNDING = 2e-6
+MEAN_ROUNDING = 1e-5
+# How far from plain rounding's a scale is searched. A gain beyond it is the quotient of two sums that cancelled: where
+# a float zero point in the thousands was rounded, a whole group may be clipped to one code.
+FARTHEST = 2.0
 # For fewer rows cuBLAS may take another kernel of its matrix-vector product, which adds in another order.
 PRODUCT_ROWS = 1 << 16
 
@@ -157,7 +161,8 @@ class Moments:
             same = torch.addcmul(self.tt, own, (own * self.count).sub_(self.t, alpha=2))
             cross = torch.addcmul(self.tq, zero, self.t, value=-1)
             cross.addcmul_(own, torch.sub(self.q, zero, alpha=self.count), value=-1)
-        return torch.where(cross > 0, same / cross, 1.0).mul_(self.unit.scale)
+        gain = same.div_(cross).clamp_(1 / FARTHEST, FARTHEST).nan_to_num_(nan=1.0)
+        return gain.mul_(self.unit.scale)
 
     def mean_zero(self, scale: torch.Tensor, store: torch.dtype) -> torch.Tensor:
         """The float zero point that keeps each group's mean, which is also the one of least squared error."""
@@ -213,8 +218,14 @@ def search(t: torch.Tensor, plain: Grid, kind: str, store: torch.dtype) -> tuple
     zero = last.mean_zero(scale, store) if kind == "float" else zero
     # `first.excess(plain)`, whose slope is one and whose shift is none.
     plain_excess = torch.sub(first.qq, first.tq, alpha=2)
-    better = is_better(last.excess(Grid(scale, zero)), plain_excess, t_square)
-    kept = first.mean_zero(plain.scale, store) if kind == "float" else plain.zero
+    kept, level = plain.zero, t_square
+    if kind == "float":
+        # The mean that plain codes leave, in steps. Where it is rounding alone, what is exact stays so.
+        mean = torch.nn.functional.hardshrink((t_sum - first.q).div_(t.shape[-1]), MEAN_ROUNDING)
+        kept = round_zero(plain.zero - mean, kind, store)
+        # The errors compared are sums over t, which carries the rounding of its zero point.
+        level = torch.add(t_square, plain.zero.abs(), alpha=t.shape[-1])
+    better = is_better(last.excess(Grid(scale, zero)), plain_excess, level)
     codes = choose(better, found, codes).to(torch.uint8)
     return codes, Grid(torch.where(better, scale, plain.scale), torch.where(better, zero, kept))
 
@@ -244,7 +255,7 @@ def narrowed(scale: torch.Tensor, store: torch.dtype) -> torch.Tensor:
     return round_scale(round_scale(scale, store) * NARROW, store)
 
 
-def is_better(excess: torch.Tensor, plain_excess: torch.Tensor, t_square: torch.Tensor) -> torch.Tensor:
-    """Where a squared error is below that of plain rounding: their sums are FP32 and cancel, and a gain within their
-    rounding is none."""
-    return excess < torch.sub(plain_excess, t_square, alpha=ROUNDING)
+def is_better(excess: torch.Tensor, plain_excess: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
+    """Where a squared error is below that of plain rounding: their sums are FP32 and cancel, and a gain within the
+    rounding of `level`, what was summed, is none."""
+    return excess < torch.sub(plain_excess, level, alpha=ROUNDING)

@@ -26,6 +26,7 @@ from vllm_ext.quantization.tensor_file import TensorFileWriter
 from vllm_ext.quantization.weight import QuantizedWeight
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
 HASH_BYTES = 1 << 20
 REPORT_SECONDS = 0.2
 
@@ -70,6 +71,8 @@ def writing(path: Path) -> Iterator[None]:
         if error.errno in FULL:
             free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
             remedy = f"{free / 1e9:.2f} GB are free: make room, then run again with --resume"
+        elif error.errno in FORBIDDEN:
+            remedy = "choose a destination where you may write"
         elif error.errno == errno.EFBIG:
             remedy = "the file system or `ulimit -f` allows no file as large: raise the limit, then run with --resume"
         raise PackError(f"{path}: cannot be written: {error.strerror or error}; {remedy}") from error
