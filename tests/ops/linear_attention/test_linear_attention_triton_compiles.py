@@ -43,6 +43,7 @@ def compile_kernel(name: str, capability: int, narrow: str = "bf16") -> Any:
     kernel, constants = KERNELS[name]
     taken = {key: value for key, value in COMMON.items() if key in kernel.arg_names} | constants
     pointers = {"cu_seqlens": "*i32", **dict.fromkeys(FP32, "*fp32"), **dict.fromkeys(NARROW, f"*{narrow}")}
+    pointers["inverse"] = "*fp16"
     signature = {
         arg: "constexpr" if arg in taken else pointers.get(arg, "fp32" if arg == "scale" else "i32")
         for arg in kernel.arg_names
@@ -120,7 +121,8 @@ def test_products_of_the_hopper_recurrence_stay_in_flight(transition: bool, grou
     from vllm_ext.ops.linear_attention.triton.recurrence_hopper import recurrence_hopper_kernel
 
     keys, square = descriptor("bf16", 64, 128), descriptor("bf16", 64, 64)
-    types = {"k": keys, "q": keys, "tails": keys, **dict.fromkeys(("v", "o", "inverse", "scores"), square)}
+    types = {"k": keys, "q": keys, "tails": keys, **dict.fromkeys(("v", "o", "scores"), square)}
+    types["inverse"] = descriptor("fp16", 64, 64)
     types |= {"factors": descriptor("fp32", 1, 256, swizzle=False), "o_pointer": "*bf16"}
     types |= dict.fromkeys(("initial_state", "carries", "final_state"), "*fp32")
     taken = {"K": 128, "V": 128, "GROUPS": groups, "KDA": False, "TRANSITION": transition, "V_FIRST": True}
@@ -145,7 +147,8 @@ def test_what_prepares_chunks_on_hopper_keeps_to_its_registers(name: str) -> Non
     keys, square = descriptor("bf16", 64, 128), descriptor("bf16", 64, 64)
     common = {"g": "*fp32", "beta": "*bf16", "factors": "*fp32", "decays": "*fp32"}
     pointers = {**dict.fromkeys(NARROW, "*bf16"), "coupling": "*fp16"}
-    tiles = {"q": keys, "k": keys, "inverse": square, "scores": square, "coupling": descriptor("fp16", 64, 64)}
+    half = descriptor("fp16", 64, 64)
+    tiles = {"q": keys, "k": keys, "inverse": half, "scores": square, "coupling": half}
     kernel, types, warps = {
         "gdn": (prepare_gdn_hopper_kernel, {**tiles, **common}, 4),
         "kda": (prepare_kda_hopper_kernel, {**pointers, **common}, 8),

@@ -194,7 +194,7 @@ def recur(
     block = min(_COMPOSE_COLUMNS, sizes.value_dim)
     compose_kernel[(sizes.value_dim // block * sizes.value_heads * sizes.num_sequences,)](
         carries, initial, cu_seqlens, sizes.num_tokens, sizes.value_heads, segment_chunks, BV=block,
-        V_FIRST=call.state_v_first, **constants, num_warps=4,
+        V_FIRST=call.state_v_first, **constants, num_warps=8 if sizes.key_dim > 64 else 4,
     )  # fmt: skip
     launch(transition=False)
 

@@ -45,13 +45,12 @@ def compose_kernel(
     else:
         state = tl.zeros((BV, K), tl.float32)
     at = column[:, None] * K + key[None, :]
-    for segment in range(count):
+    for segment in range(count - 1):
         carry = carries + ((slot + segment) * value_heads + head) * ((V + K) * K)
-        if segment + 1 < count:
-            local = tl.load(carry + at)
-            transition = tl.load(carry + V * K + key[:, None] * K + key[None, :])
-            tl.debug_barrier()
-            tl.store(carry + at, state)
-            state = tl.dot(state, transition, local, input_precision="tf32x3")
-        else:
-            tl.store(carry + at, state)
+        local = tl.load(carry + at)
+        transition = tl.load(carry + V * K + key[:, None] * K + key[None, :])
+        tl.debug_barrier()
+        tl.store(carry + at, state)
+        state = tl.dot(state, transition, local, input_precision="tf32x3")
+    carry = carries + ((slot + count - 1) * value_heads + head) * ((V + K) * K)
+    tl.store(carry + at, state)
