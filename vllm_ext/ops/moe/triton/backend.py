@@ -186,12 +186,11 @@ def gate_up(
     words = tensors["w13_words"]
     factors, factor_dtype = _factor_words(tensors["w13_factors"])
     rows, plane = words.shape[2], words.shape[3]
-    columns = gemm.block_rows // 2 if meta.gated else gemm.block_rows
     tiles = triton.cdiv(rows, gemm.block_rows)
     stride = rows // 2 if meta.gated else rows
     sum_width = _inner_sum_width(meta.group_size_w2, tensors["w2_words"].shape[3])
     inner = torch.empty(aligned.sorted_slots.shape[0], stride, dtype=x.dtype, device=x.device)
-    sums = torch.empty(inner.shape[0], tiles * columns // sum_width, dtype=torch.float32, device=x.device)
+    sums = torch.empty(inner.shape[0], triton.cdiv(stride, sum_width), dtype=torch.float32, device=x.device)
     asm = _asm(x.dtype)
     form = _form(gemm, x.dtype, meta.group_size_w13, plane)
     plane_w2 = tensors["w2_words"].shape[3]
