@@ -113,6 +113,25 @@ def test_hqq_squared_error_is_never_above_minmax(kind, group, zero_point, symmet
         assert hqq.sum() < minmax.sum() * 0.99
 
 
+@pytest.mark.parametrize(("zero_point", "symmetric"), KINDS)
+def test_the_search_is_worth_what_is_documented(zero_point, symmetric):
+    """7 to 8.5 percent of the squared error at groups of 128; without narrowing the range half of that is lost."""
+    weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+    options = {"zero_point": zero_point, "symmetric": symmetric}
+    plain, found = (error(quantize_weight(weight, 128, method=m, **options), weight) for m in ("minmax", "hqq"))
+    assert found.square().sum() < plain.square().sum() * 0.95
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("method", ["minmax", "hqq"])
+def test_integer_zero_points_serve_groups_that_leave_zero_out(method, sign):
+    """The zero is one of the codes, so the range reaches from it to the far end; else such groups would be clipped."""
+    weight = sign * (1 + torch.rand(32, 128, generator=torch.Generator().manual_seed(0)))
+    got = quantize_weight(weight, 64, zero_point="int", method=method)
+    assert (got.zero_point == (0 if sign > 0 else 15)).all()
+    assert (error(got, weight).abs() <= expand(got.scale, got) * (0.5 if method == "minmax" else 1) + 2 * 2**-8).all()
+
+
 def test_float_zero_points_keep_the_mean_of_each_group():
     """A coherent shift of a whole group hurts the loss more than its share of squared error says."""
     weight = weights(64, 512, dtype=torch.float16)
@@ -180,7 +199,8 @@ def test_denormals_keep_their_error_within_a_step(dtype, zero_point, symmetric, 
     """Scales below the smallest normal number: FP16 rounds them up, BF16 stops at the smallest normal."""
     info = torch.finfo(dtype)
     step = info.smallest_normal * info.eps
-    weight = (torch.arange(-20, 20)[None] * step).to(dtype).repeat(3, 1)
+    half = torch.tensor([[3], [7], [10], [12], [17], [20]])  # scales of 0.3 to 2.6 times the smallest number
+    weight = ((torch.arange(40) % (2 * half) - half) * step).to(dtype)
     got = quantize_weight(weight, 40, symmetric=symmetric, zero_point=zero_point, method=method)
     assert got.scale.min() > 0
     assert (error(got, weight).abs() <= got.scale.double()).all()

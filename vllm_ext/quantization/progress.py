@@ -51,7 +51,7 @@ class Progress:
         """The line for `done` bytes."""
         elapsed = max(time.monotonic() - self._start, 1e-9)
         rate = max(done - (self._first or 0), 0) / elapsed
-        left = (self.total - done) / rate if rate > 0 else float("inf")
+        left = (self.total - done) / rate if rate > 0 else 0.0 if done >= self.total else float("inf")
         share = min(done / self.total, 1.0)
         bar = "#" * round(share * BAR)
         eta = "--:--" if left == float("inf") else clock(left)
