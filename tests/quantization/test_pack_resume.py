@@ -62,6 +62,24 @@ def test_resuming_redoes_what_was_damaged_or_changed_and_keeps_the_rest(checkpoi
     assert contents(tmp_path / "packed") == whole
 
 
+def test_resuming_packs_again_what_its_source_no_longer_is(checkpoint, tmp_path):
+    """A checkpoint downloaded anew meanwhile: neither its old weights nor a file it no longer has may be left."""
+    source, packed = checkpoint("per_expert"), tmp_path / "packed"
+    first, second = (source / f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    good, tensors = second.read_bytes(), load_file(second)
+    tensors["model.layers.1.mlp.experts.2.up_proj.weight"][3, 4] = float("nan")
+    save_file(tensors, second)
+    assert quantize(source, packed) == 1
+    out = tmp_path / "packed.partial" / "out"
+    assert [path.name for path in out.glob("*.safetensors")] == [first.name]
+    (out / "model-00001-of-00001.safetensors").write_bytes(b"of the source's former index")
+    second.write_bytes(good)
+    save_file({name: value + 1 for name, value in load_file(first).items()}, first)
+    assert quantize(source, packed, "--resume") == 0
+    assert quantize(source, tmp_path / "whole") == 0
+    assert contents(packed) == contents(tmp_path / "whole")
+
+
 def test_resuming_with_other_options_is_refused(checkpoint, tmp_path):
     source = checkpoint("per_expert")
     (tmp_path / "packed.partial" / "state").mkdir(parents=True)
