@@ -11,6 +11,7 @@ from tiny_checkpoints import quantize, tensors_of
 
 from vllm_ext.quantization import Scheme
 from vllm_ext.quantization.checkpoint import Checkpoint
+from vllm_ext.quantization.cli import quantize_main
 from vllm_ext.quantization.packed_source import find_packed
 
 
@@ -42,8 +43,10 @@ def test_conversion_through_compressed_tensors_and_back_is_exact(checkpoint, tmp
     assert not [name for name in ignore if ".experts." in name]
 
 
-def test_float_zero_points_are_rerounded_for_compressed_tensors_and_it_says_so(checkpoint, tmp_path, capsys):
-    source = checkpoint()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float_zero_points_are_rerounded_for_compressed_tensors_and_it_says_so(checkpoint, tmp_path, capsys, dtype):
+    """The method asked for re-rounds them, and scales keep their dtype: BF16's bytes are FP16 numbers too."""
+    source = checkpoint(dtype=dtype)
     assert quantize(source, tmp_path / "ours") == 0
     assert quantize(tmp_path / "ours", tmp_path / "theirs", "--format", "compressed-tensors") == 0
     printed = capsys.readouterr().out
@@ -58,7 +61,21 @@ def test_float_zero_points_are_rerounded_for_compressed_tensors_and_it_says_so(c
             error += float((others[projection.module] - exact).square().sum())
             norm += float(exact.square().sum())
     assert stated == pytest.approx((error / norm) ** 0.5, abs=1e-4)
+    plain = ["--format", "compressed-tensors", "--method", "minmax"]
+    assert quantize(tmp_path / "ours", tmp_path / "plain", *plain) == 0
+    assert float(capsys.readouterr().out.rsplit(" ", 1)[1]) > stated
     assert quantize(source, tmp_path / "x", "--format", "compressed-tensors", "--zero-point", "float") == 1
+
+
+def test_groups_stock_vllm_does_not_serve_are_cut_to_ones_it_does(tmp_path, capsys):
+    """192 columns in groups of 192 become groups of 64, the largest of 128, 64 and 32 that divides them."""
+    weights = {f"l.experts.0.{name}_proj.weight": torch.randn(192, 192) for name in ("gate", "up", "down")}
+    source = made.write_checkpoint(tmp_path / "src", {}, [weights])
+    options = ["--format", "compressed-tensors", "--group-size-w13", "192", "--group-size-w2", "192", "--quiet"]
+    assert quantize_main([str(source), str(tmp_path / "packed"), *options]) == 0
+    assert "stock vLLM serves" not in capsys.readouterr().err
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["weights"]["group_size"] == 64
 
 
 def test_fused_packed_experts_of_others_are_read(checkpoint, tmp_path):
@@ -86,6 +103,17 @@ def test_fused_packed_experts_of_others_are_read(checkpoint, tmp_path):
     first, second = tensors_of(tmp_path / "first"), tensors_of(tmp_path / "second")
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_columns_ordered_by_activation_are_refused(checkpoint, tmp_path, capsys):
+    """Some writers store the order although their configuration does not tell of it."""
+    assert quantize(checkpoint(), tmp_path / "theirs", "--format", "compressed-tensors") == 0
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    tensors = tensors_of(tmp_path / "theirs")
+    tensors["model.layers.1.mlp.experts.2.up_proj.weight_g_idx"] = torch.zeros(made.HIDDEN, dtype=torch.int32)
+    made.write_checkpoint(tmp_path / "ordered", config, [tensors])
+    assert quantize(tmp_path / "ordered", tmp_path / "packed") == 1
+    assert "experts.2.up_proj.weight_g_idx: columns ordered by activation are not read" in capsys.readouterr().err
 
 
 def test_layers_left_in_16_bits_stay_so_through_both_formats(checkpoint, tmp_path):

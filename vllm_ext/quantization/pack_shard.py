@@ -149,12 +149,12 @@ def pack_shard(
     workplace: Workplace,
     device: str = "cpu",
     threads: int | None = None,
-    alive: Callable[[], bool] = lambda: True,
+    tick: Callable[[], None] = lambda: None,
 ) -> ShardRecord:
     """Write `shard`, check it into `workplace` with its checksum, and return its record.
 
-    `alive` is asked between tensors; a worker whose parent is gone stops there. Raises CheckpointError on a source
-    that cannot be read, PackError on a file that cannot be written, ValueError on weights that cannot be quantised.
+    `tick` is called between tensors. Raises CheckpointError on a source that cannot be read, PackError on a file that
+    cannot be written, ValueError on weights that cannot be quantised.
     """
     if not workplace.state.is_dir():
         raise PackError(f"{workplace.root}: not visible on {os.uname().nodename}; use a folder all nodes share")
@@ -169,8 +169,7 @@ def pack_shard(
         writer = TensorFileWriter(temporary, shard.specs())
         try:
             for item in shard.work:
-                if not alive():
-                    raise PackError("the process that started this one is gone")
+                tick()
                 if isinstance(item, Copy):
                     for position, data in item.ref.chunks():
                         writer.write_bytes(item.ref.name, position, data)
@@ -204,12 +203,9 @@ def _pack_projection(item: Quantize, scheme: Scheme, writer: TensorFileWriter, d
             # Groups are regular: a shorter last one needs no cut, a size that does not divide does not occur.
             weight = regroup(value, target.group_size)
         if weight.zero_point_kind != target.kind:
-            weight = quantize_weight(
-                value.dequantize(torch.float32), target.group_size, zero_point="int", method=scheme.method
-            )
-            weight = QuantizedWeight(
-                weight.packed, weight.scale.to(value.scale.dtype), weight.zero_point, weight.group_size, weight.shape
-            )
+            # FP16 stays FP16, so that scales are of the dtype the file's header gives them.
+            dtype = torch.float16 if value.scale.dtype == torch.float16 else torch.float32
+            weight = quantize_weight(value.dequantize(dtype), target.group_size, zero_point="int", method=scheme.method)
             added = added_error(value, weight)
     else:
         weight = quantize_weight(

@@ -23,13 +23,8 @@ def run_here(
     shards: Sequence[Shard], scheme: Scheme, workplace: Workplace, device: str, tick: Tick
 ) -> Iterator[ShardRecord]:
     """One shard after the other in this process."""
-
-    def alive() -> bool:
-        tick()
-        return True
-
     for shard in shards:
-        yield pack_shard(shard, scheme, workplace, device, alive=alive)
+        yield pack_shard(shard, scheme, workplace, device, tick=tick)
 
 
 def run_processes(
