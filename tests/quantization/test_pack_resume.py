@@ -80,6 +80,22 @@ def test_resuming_packs_again_what_its_source_no_longer_is(checkpoint, tmp_path)
     assert contents(packed) == contents(tmp_path / "whole")
 
 
+def test_the_destination_appears_in_one_step_or_not_at_all(checkpoint, tmp_path, monkeypatch, capsys):
+    """Copied there file by file, it could be found half complete, and be served."""
+    source, packed = checkpoint("per_expert"), tmp_path / "packed"
+
+    def refused(old: str, new: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", refused)
+        assert quantize(source, packed) == 1
+    assert "packed: cannot be written" in capsys.readouterr().err
+    assert not packed.exists()
+    assert quantize(source, packed, "--resume") == 0
+    assert "2 of 2 files kept" in capsys.readouterr().out
+
+
 def test_resuming_with_other_options_is_refused(checkpoint, tmp_path):
     source = checkpoint("per_expert")
     (tmp_path / "packed.partial" / "state").mkdir(parents=True)
