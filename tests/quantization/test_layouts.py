@@ -68,6 +68,19 @@ def test_square_experts_without_a_gate_are_oriented_by_the_hidden_size(tmp_path)
         assert torch.equal(projection.read(), weights[ROLE[projection.name]][projection.expert])
 
 
+@pytest.mark.parametrize("known_by", ["model type", "biases"])
+def test_interleaved_experts_are_known_by_either_sign(tmp_path, known_by):
+    """Fine-tuned models rename their type, and converters drop biases that are zero."""
+    weights = made.expert_weights(0)
+    tensors = made.interleaved("model.layers.0.mlp", weights)
+    config = {}
+    if known_by == "model type":
+        tensors = {name: value for name, value in tensors.items() if not name.endswith("_bias")}
+        config = {"model_type": "gpt_oss"}
+    for projection in find_experts(one_file(tmp_path, tensors, **config)).layers["model.layers.0.mlp.experts"]:
+        assert torch.equal(projection.read(), weights[ROLE[projection.name]][projection.expert])
+
+
 def test_gate_and_up_in_one_matrix_an_expert_are_split(tmp_path):
     weights = made.expert_weights(0)
     tensors = {}

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import tiny_checkpoints as made
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_checkpoints import contents, quantize, tensors_of
 
 from vllm_ext.quantization import Scheme, join_quantized, quantize_weight
 from vllm_ext.quantization.checkpoint import Checkpoint
 from vllm_ext.quantization.cli import quantize_main
+from vllm_ext.quantization.pack import MANIFEST
 from vllm_ext.quantization.packed_source import find_packed
 
 ROLE = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
@@ -65,6 +66,26 @@ def test_everything_else_is_copied_and_indexed(checkpoint, tmp_path, kind):
     assert Scheme.from_dict(quantization) == Scheme(32, 16)
     assert (packed / "extra" / "template.jinja").read_bytes() == (source / "extra" / "template.jinja").read_bytes()
     assert (packed / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+def test_a_second_copy_of_the_weights_is_left_out(checkpoint, tmp_path, capsys):
+    """Repositories that also hold the weights in their first form would be packed and fetched at twice the size."""
+    source = checkpoint()
+    save_file({"x": torch.zeros(2)}, source / "consolidated.safetensors")
+    for name in ("original/params.json", ".git/config", "pytorch_model.bin", "flax_model.msgpack"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("x")
+    assert quantize(source, tmp_path / "packed") == 0
+    assert "consolidated.safetensors: not in the index, left out" in capsys.readouterr().err
+    assert {path.name for path in (tmp_path / "packed").rglob("*") if path.is_file()} == {
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "template.jinja",
+        "tokenizer.json",
+        MANIFEST,
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -146,6 +146,16 @@ def test_checkpoints_with_one_group_a_row_are_converted(checkpoint, tmp_path):
     assert projection.scale.shape[-1] == 1
 
 
+def test_what_cannot_be_had_is_warned_of(checkpoint, tmp_path, capsys):
+    """Packed weights keep their groups whatever is asked for; stock vLLM has no loader for gpt-oss in this format."""
+    assert quantize(checkpoint("gpt_oss"), tmp_path / "ours") == 0
+    options = ["--format", "compressed-tensors", "--symmetric"]
+    assert quantize(tmp_path / "ours", tmp_path / "theirs", *options) == 0
+    assert "it keeps its own groups and zero points" in capsys.readouterr().err
+    assert quantize(checkpoint("gpt_oss", name="again"), tmp_path / "direct", *options) == 0
+    assert "stock vLLM does not load interleaved experts" in capsys.readouterr().err
+
+
 def test_four_bit_modules_beside_the_experts_are_refused(checkpoint, tmp_path, capsys):
     """This format holds experts only; attention in 4 bits would be served as garbage."""
     assert quantize(checkpoint(), tmp_path / "theirs", "--format", "compressed-tensors") == 0

@@ -128,6 +128,13 @@ def test_resuming_a_complete_run_with_other_options_is_refused(checkpoint, tmp_p
     assert "packed with other options" in capsys.readouterr().err
 
 
+def test_resuming_a_complete_run_of_another_checkpoint_is_refused(checkpoint, tmp_path, capsys):
+    packed = tmp_path / "packed"
+    assert quantize(checkpoint("per_expert"), packed) == 0
+    assert quantize(checkpoint("per_expert", layers=3, name="other"), packed, "--resume") == 1
+    assert "packed from another checkpoint" in capsys.readouterr().err
+
+
 def test_a_full_disk_is_told_and_resumed(checkpoint, tmp_path, capfd):
     """The file size limit stands in for a full disk: the kernel refuses the bytes in the same place."""
     source, packed = checkpoint("per_expert"), tmp_path / "packed"
