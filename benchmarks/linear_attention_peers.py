@@ -68,17 +68,22 @@ def _compile_candidates_in_threads() -> None:
 
     tune = Autotuner.run
 
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def compile_all(self: Any, *args: Any, **kwargs: Any) -> None:
         self.nargs = dict(zip(self.arg_names, args, strict=False))
         named = {name: value for name, value in {**self.nargs, **kwargs}.items() if name in self.arg_names}
         key = [named[name] for name in self.keys if name in named]
         key += [str(value.dtype) for value in named.values() if hasattr(value, "dtype")]
-        if len(self.configs) > 1 and tuple(key) not in self.cache:
-            with ThreadPoolExecutor(8) as pool, AsyncCompileMode(pool, ignore_errors=True):
-                for config in self.prune_configs(kwargs):
-                    # One that does not compile is left out when it is tried.
-                    with contextlib.suppress(Exception):
-                        self.fn.run(*args, **{**kwargs, "warmup": True}, **config.all_kwargs())
+        if len(self.configs) == 1 or tuple(key) in self.cache:
+            return
+        with ThreadPoolExecutor(8) as pool, AsyncCompileMode(pool, ignore_errors=True):
+            for config in self.prune_configs(kwargs):
+                with contextlib.suppress(Exception):
+                    self.fn.run(*args, **{**kwargs, "warmup": True}, **config.all_kwargs())
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # What does not compile here is left out, or reported, when it is tried.
+        with contextlib.suppress(Exception):
+            compile_all(self, *args, **kwargs)
         return tune(self, *args, **kwargs)
 
     Autotuner.run = run
