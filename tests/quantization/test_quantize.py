@@ -234,6 +234,7 @@ def test_not_finite_values_are_refused_with_name_and_count(bad, message, columns
         ({"group_size": 32.0}, "multiple of 8"),
         ({"group_size": 32, "zero_point": "none"}, "zero_point"),
         ({"group_size": 32, "method": "gptq"}, "method"),
+        ({"group_size": 32, "symmetric": "false"}, "symmetric must be True or False"),
     ],
 )
 def test_bad_options_are_value_errors(options, message):

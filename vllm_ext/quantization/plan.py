@@ -11,13 +11,14 @@ from typing import Any
 
 from vllm_ext.quantization import compressed_tensors, packed
 from vllm_ext.quantization.checkpoint import Checkpoint
-from vllm_ext.quantization.layouts import Experts, Projection, find_experts
+from vllm_ext.quantization.layouts import INTERLEAVED, Experts, Projection, find_experts
 from vllm_ext.quantization.names import unmatched
 from vllm_ext.quantization.packed_source import PackedProjection, find_packed
 from vllm_ext.quantization.scheme import QUANT_METHOD, Scheme
 from vllm_ext.quantization.tensor_file import CheckpointError, TensorRef, TensorSpec
 
 FORMATS = (QUANT_METHOD, compressed_tensors.QUANT_METHOD)
+UNSERVED_INTERLEAVED = "stock vLLM does not load interleaved experts (gpt-oss) from compressed-tensors names"
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def _plan_sixteen_bit(checkpoint: Checkpoint, scheme: Scheme, format_name: str) 
         group, warning = _common_group(layers, scheme.group_size_w13, scheme.group_size_w2)
         warnings += warning
         if any(p.interleaved for found in layers.values() for p in found):
-            warnings.append("stock vLLM does not load interleaved experts (gpt-oss) from compressed-tensors names")
+            warnings.append(UNSERVED_INTERLEAVED)
         targets = dict.fromkeys(("w13", "w2"), Target(format_name, group, kind))
         ignore = _ignored_modules(checkpoint, experts, layers)
         quantization = compressed_tensors.make_config(group, symmetric=scheme.symmetric, ignore=ignore)
@@ -201,6 +202,8 @@ def _plan_packed(checkpoint: Checkpoint, scheme: Scheme, format_name: str) -> Pl
     else:
         group, more = _common_group(layers, options.group_size_w13 or 0, options.group_size_w2 or 0)
         warnings += more
+        if checkpoint.model_type in INTERLEAVED:
+            warnings.append(UNSERVED_INTERLEAVED)
         reencoded = kind == "float"
         targets = dict.fromkeys(("w13", "w2"), Target(format_name, group, None if options.symmetric else "int"))
         ignore = _ignored_modules(checkpoint, left, layers)

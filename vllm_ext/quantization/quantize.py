@@ -38,6 +38,8 @@ def quantize_weight(
         raise ValueError(f"quantize_weight: zero_point must be one of {ZERO_POINTS}, got {zero_point!r}")
     if method not in METHODS:
         raise ValueError(f"quantize_weight: method must be one of {METHODS}, got {method!r}")
+    if not isinstance(symmetric, bool):
+        raise ValueError(f"quantize_weight: symmetric must be True or False, got {symmetric!r}")
     label = "weight" if name is None else name
     if weight.dtype not in FLOATING:
         raise ValueError(f"quantize_weight: {label} must be FP16, BF16, FP32 or FP64, got {weight.dtype}")
