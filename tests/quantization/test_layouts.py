@@ -117,6 +117,7 @@ def test_contradictions_are_errors_that_name_the_layer(tmp_path):
         "are no gate/up and down": square,
         "got only \\['gate_up_proj'\\]": {k: v for k, v in fused.items() if "down" not in k},
         "stored twice": {**per_expert, **fused},
+        "has tensors of no experts": {k: v[:0].contiguous() for k, v in fused.items()},
         "is empty": {k: v[:, :0].contiguous() for k, v in per_expert.items()},
         "is I8; only FP16": {k: v.to(torch.int8) for k, v in per_expert.items()},
     }

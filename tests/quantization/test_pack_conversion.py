@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import tiny_checkpoints as made
@@ -13,6 +14,8 @@ from vllm_ext.quantization import Scheme
 from vllm_ext.quantization.checkpoint import Checkpoint
 from vllm_ext.quantization.cli import quantize_main
 from vllm_ext.quantization.packed_source import find_packed
+
+MODULE = "model.layers.1.mlp.experts.2.up_proj"
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -105,15 +108,29 @@ def test_fused_packed_experts_of_others_are_read(checkpoint, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_columns_ordered_by_activation_are_refused(checkpoint, tmp_path, capsys):
-    """Some writers store the order although their configuration does not tell of it."""
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: {**t, f"{MODULE}.weight_g_idx": torch.zeros(made.HIDDEN, dtype=torch.int32)},
+            "up_proj.weight_g_idx: columns ordered by activation are not read",
+        ),
+        (
+            lambda t: {k: v.float() if k == f"{MODULE}.weight_scale" else v for k, v in t.items()},
+            "up_proj.weight_scale: is F32; only FP16 and BF16 scales are read",
+        ),
+        (lambda t: {k: v for k, v in t.items() if not k.startswith(MODULE)}, r"experts.2: lacks \['up_proj'\]"),
+        (lambda t: {k: v for k, v in t.items() if ".1.mlp.experts.0." not in k}, r"experts \[0\] are missing of 3"),
+    ],
+)
+def test_packed_experts_that_cannot_be_read_whole_are_refused(checkpoint, tmp_path, capsys, change, message):
+    """A checkpoint that lacked an expert was once converted to another that lacked it, and called well."""
     assert quantize(checkpoint(), tmp_path / "theirs", "--format", "compressed-tensors") == 0
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
-    tensors = tensors_of(tmp_path / "theirs")
-    tensors["model.layers.1.mlp.experts.2.up_proj.weight_g_idx"] = torch.zeros(made.HIDDEN, dtype=torch.int32)
-    made.write_checkpoint(tmp_path / "ordered", config, [tensors])
-    assert quantize(tmp_path / "ordered", tmp_path / "packed") == 1
-    assert "experts.2.up_proj.weight_g_idx: columns ordered by activation are not read" in capsys.readouterr().err
+    made.write_checkpoint(tmp_path / "changed", config, [change(tensors_of(tmp_path / "theirs"))])
+    assert quantize(tmp_path / "changed", tmp_path / "packed") == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "packed.partial").exists()
 
 
 def test_layers_left_in_16_bits_stay_so_through_both_formats(checkpoint, tmp_path):

@@ -96,6 +96,19 @@ def test_the_destination_appears_in_one_step_or_not_at_all(checkpoint, tmp_path,
     assert "2 of 2 files kept" in capsys.readouterr().out
 
 
+def test_an_interrupted_run_says_how_to_go_on(checkpoint, tmp_path, monkeypatch, capsys):
+    source, packed = checkpoint("per_expert"), tmp_path / "packed"
+
+    def interrupted(old: str, new: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", interrupted)
+        assert quantize(source, packed) == 130
+    assert "interrupted; what is finished is kept: run again with --resume" in capsys.readouterr().err
+    assert quantize(source, packed, "--resume") == 0
+
+
 def test_resuming_with_other_options_is_refused(checkpoint, tmp_path):
     source = checkpoint("per_expert")
     (tmp_path / "packed.partial" / "state").mkdir(parents=True)

@@ -9,8 +9,9 @@ Any prefix may stand before `experts`. Routers, gates and shared experts are nev
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -112,8 +113,9 @@ def find_experts(checkpoint: Checkpoint) -> Experts:
         interleaved = checkpoint.model_type in INTERLEAVED
         biased = any(f"{layer}.{projection}_bias" in checkpoint.tensors for projection in refs)
         layers.setdefault(layer, []).extend(_fused(layer, refs, _hidden_size(checkpoint), interleaved, biased))
-    for projections in layers.values():
+    for layer, projections in layers.items():
         _check_layer(projections)
+        check_complete(layer, projections)
     tied = _tied(layers)
     for layer in tied:
         del layers[layer]
@@ -189,9 +191,7 @@ def _is_transposed(layer: str, first: tuple[int, ...], down: tuple[int, ...], ga
 
 
 def _check_layer(projections: list[Projection]) -> None:
-    """Every expert of a layer must have the same projections, once each, in shapes that agree."""
-    shapes: dict[str, tuple[int, int]] = {}
-    experts: dict[int, set[str]] = {}
+    """Raise CheckpointError on weights that are not floating, or empty."""
     for projection in projections:
         if projection.ref.dtype not in TORCH_DTYPES or not TORCH_DTYPES[projection.ref.dtype].is_floating_point:
             raise CheckpointError(
@@ -200,16 +200,37 @@ def _check_layer(projections: list[Projection]) -> None:
             )
         if 0 in projection.shape:
             raise CheckpointError(f"{projection.module}: is empty, {projection.shape}")
-        if shapes.setdefault(projection.name, projection.shape) != projection.shape:
+
+
+class Part(Protocol):
+    """A projection of an expert, in 16 bits or packed."""
+
+    @property
+    def expert(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def module(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+
+def check_complete(layer: str, projections: Sequence[Part]) -> None:
+    """Every expert of a layer must have the same projections, once each, in shapes that agree."""
+    shapes: dict[str, tuple[int, int]] = {}
+    experts: dict[int, set[str]] = {}
+    for projection in projections:
+        shape = projection.shape
+        if shapes.setdefault(projection.name, shape) != shape:
             raise CheckpointError(
-                f"{projection.module}: shape {projection.shape} differs from the other experts' "
-                f"{shapes[projection.name]}"
+                f"{projection.module}: shape {shape} differs from the other experts' {shapes[projection.name]}"
             )
         names = experts.setdefault(projection.expert, set())
         if projection.name in names:
             raise CheckpointError(f"{projection.module}: stored twice")
         names.add(projection.name)
-    layer = projections[0].layer
+    if not experts:
+        raise CheckpointError(f"{layer}: has tensors of no experts; download it again")
     absent = sorted(set(range(max(experts) + 1)) - set(experts))
     if absent:
         raise CheckpointError(f"{layer}: experts {absent[:8]} are missing of {max(experts) + 1}; download it again")

@@ -10,7 +10,7 @@ import torch
 
 from vllm_ext.quantization import compressed_tensors, packed
 from vllm_ext.quantization.checkpoint import Checkpoint
-from vllm_ext.quantization.layouts import W2, W13, natural
+from vllm_ext.quantization.layouts import W2, W13, check_complete, natural
 from vllm_ext.quantization.names import is_routed_experts
 from vllm_ext.quantization.packed import CODES, SCALE
 from vllm_ext.quantization.scheme import QUANT_METHOD, Scheme
@@ -111,7 +111,10 @@ def packed_options(checkpoint: Checkpoint) -> PackedOptions:
 
 
 def find_packed(checkpoint: Checkpoint) -> dict[str, list[PackedProjection]]:
-    """The quantised routed experts of a packed checkpoint, by layer. Raises CheckpointError when tensors lack."""
+    """The quantised routed experts of a packed checkpoint, by layer.
+
+    Raises CheckpointError when tensors or experts are missing, contradict each other, or are in no form read here.
+    """
     options = packed_options(checkpoint)
     grouped: dict[tuple[str, int | None, str], dict[str, TensorRef]] = {}
     for name, ref in checkpoint.tensors.items():
@@ -128,6 +131,8 @@ def find_packed(checkpoint: Checkpoint) -> dict[str, list[PackedProjection]]:
             if role not in refs:
                 module = f"{layer}.{name}" if number is None else f"{layer}.{number}.{name}"
                 raise CheckpointError(f"{module}: {role} is missing; the checkpoint is incomplete")
+        if refs[SCALE].dtype not in ("F16", "BF16"):
+            raise CheckpointError(f"{refs[SCALE].name}: is {refs[SCALE].dtype}; only FP16 and BF16 scales are read")
         halves = _SPLIT.get(name)
         names = ((name, "all"),) if halves is None else ((halves[0], "gate"), (halves[1], "up"))
         fused = number is None
@@ -139,6 +144,8 @@ def find_packed(checkpoint: Checkpoint) -> dict[str, list[PackedProjection]]:
                 index = expert if fused else None
                 found = PackedProjection(layer, expert, projection, shard, refs, options, index, part)
                 layers.setdefault(layer, []).append(found)
+    for layer, projections in layers.items():
+        check_complete(layer, projections)
     return dict(sorted(layers.items(), key=lambda item: natural(item[0])))
 
 
