@@ -80,6 +80,18 @@ def test_workers_end_with_their_parent(source, tmp_path):
     assert run(source, tmp_path / "packed") == 0
 
 
+def test_a_killed_worker_ends_the_run_with_what_to_do(source, tmp_path, capfd):
+    """As the kernel kills one that takes too much memory; the others end, and what is finished is kept."""
+    packed = tmp_path / "packed"
+    child = made.forked(lambda: made.quantize(source, packed, "--jobs", "2"))
+    workers = children_of(child, 2)
+    os.kill(workers[0], signal.SIGKILL)
+    assert made.exit_status(child) == 1
+    assert "a worker process was killed" in capfd.readouterr().err
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    assert made.quantize(source, packed, "--resume") == 0
+
+
 def parallel(source: Path, destination: Path) -> int:
     pack_checkpoint(source, destination, SCHEME, jobs=2, device="cpu", progress=False)
     return 0
