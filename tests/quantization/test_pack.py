@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import contents, quantize, tensors_of
 
-from vllm_ext.quantization import Scheme, join_quantized, quantize_weight
+from vllm_ext.quantization import Scheme, join_quantized, pack_shard, progress, quantize_weight
 from vllm_ext.quantization.checkpoint import Checkpoint
 from vllm_ext.quantization.cli import quantize_main
 from vllm_ext.quantization.pack import MANIFEST
@@ -116,6 +117,20 @@ def test_the_bytes_do_not_depend_on_the_parallelism(checkpoint, tmp_path):
     assert quantize(source, tmp_path / "one") == 0
     assert quantize(source, tmp_path / "two", "--jobs", "2") == 0
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_the_bar_moves_while_a_file_is_packed(checkpoint, tmp_path, monkeypatch, capsys, jobs):
+    """Files have gigabytes: a bar that moved once a file would stand still for minutes."""
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(pack_shard, "REPORT_SECONDS", 0.0)
+    options = ["--group-size-w13", "32", "--group-size-w2", "16", "--jobs", jobs]
+    assert quantize_main([str(checkpoint("per_expert")), str(tmp_path / "packed"), *options]) == 0
+    shares = [int(share) for share in re.findall(r"(\d+)%", capsys.readouterr().err)]
+    assert shares == sorted(shares)
+    assert shares[-1] == 100
+    if jobs == "1":
+        assert len(set(shares)) > 10
 
 
 def test_a_single_file_without_an_index_is_packed(tmp_path):

@@ -218,14 +218,12 @@ def search(t: torch.Tensor, plain: Grid, kind: str, store: torch.dtype) -> tuple
     zero = last.mean_zero(scale, store) if kind == "float" else zero
     # `first.excess(plain)`, whose slope is one and whose shift is none.
     plain_excess = torch.sub(first.qq, first.tq, alpha=2)
-    kept, level = plain.zero, t_square
+    better = is_better(last.excess(Grid(scale, zero)), plain_excess, t_square)
+    kept = plain.zero
     if kind == "float":
         # The mean that plain codes leave, in steps. Where it is rounding alone, what is exact stays so.
         mean = torch.nn.functional.hardshrink((t_sum - first.q).div_(t.shape[-1]), MEAN_ROUNDING)
         kept = round_zero(plain.zero - mean, kind, store)
-        # The errors compared are sums over t, which carries the rounding of its zero point.
-        level = torch.add(t_square, plain.zero.abs(), alpha=t.shape[-1])
-    better = is_better(last.excess(Grid(scale, zero)), plain_excess, level)
     codes = choose(better, found, codes).to(torch.uint8)
     return codes, Grid(torch.where(better, scale, plain.scale), torch.where(better, zero, kept))
 
@@ -255,7 +253,7 @@ def narrowed(scale: torch.Tensor, store: torch.dtype) -> torch.Tensor:
     return round_scale(round_scale(scale, store) * NARROW, store)
 
 
-def is_better(excess: torch.Tensor, plain_excess: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
-    """Where a squared error is below that of plain rounding: their sums are FP32 and cancel, and a gain within the
-    rounding of `level`, what was summed, is none."""
-    return excess < torch.sub(plain_excess, level, alpha=ROUNDING)
+def is_better(excess: torch.Tensor, plain_excess: torch.Tensor, t_square: torch.Tensor) -> torch.Tensor:
+    """Where a squared error is below that of plain rounding: their sums are FP32 and cancel, and a gain within their
+    rounding is none."""
+    return excess < torch.sub(plain_excess, t_square, alpha=ROUNDING)

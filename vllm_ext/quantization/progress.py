@@ -23,6 +23,7 @@ class Progress:
         self._start = time.monotonic()
         self._shown = self._start
         self._first: int | None = None
+        self._most = 0
 
     def due(self) -> bool:
         """Whether `update` would show anything: asked first where counting the bytes costs time."""
@@ -62,8 +63,10 @@ class Progress:
         )
 
     def _show(self, done: int) -> None:
+        # Counted in several processes, a file that is just finished may be missing from one count.
+        self._most = max(self._most, done)
         start, end = ("\r", "\x1b[K") if self._terminal else ("", "\n")
-        self.stream.write(f"{start}{self.line(done)}{end}")
+        self.stream.write(f"{start}{self.line(self._most)}{end}")
         self.stream.flush()
 
 

@@ -11,7 +11,7 @@ ZERO_POINTS = ("float", "int")
 METHODS = ("hqq", "minmax")
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# Elements in flight: what stays in a CPU core's cache, and what keeps a GPU busy with temporaries of about 1.3 GiB.
+# Elements in flight: what stays in a CPU core's cache, and what keeps a GPU busy with temporaries of about 1.2 GiB.
 CPU_BLOCK = 1 << 19
 DEVICE_BLOCK = 1 << 26
 
