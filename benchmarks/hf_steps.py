@@ -172,8 +172,8 @@ def amdahl(rows: Sequence[dict[str, Any]], layer_ms: dict[str, float], layers: i
 
     bound_free      experts cost nothing: stock / free, both measured
     bound_floor     experts cost the time to read them once: stock / (free + layers * floor); captured only
-    bound_kernel    experts cost what our layer costs alone and everything else stays: stock / (stock - layers *
-                    (their layer - our layer)), the layers measured alone in a CUDA graph
+    bound_kernel    experts cost what our layer costs alone in a CUDA graph: stock / (free + layers * ours); captured
+                    only
     """
     found = []
     for arm, suffix in (("experts", ""), ("experts-launched", ""), ("experts", "-captured")):
@@ -184,15 +184,10 @@ def amdahl(rows: Sequence[dict[str, Any]], layer_ms: dict[str, float], layers: i
         row: dict[str, Any] = {"arm": arm, "mode": suffix.lstrip("-") or "eager", "speedup": speedup}
         if bound is not None:
             row["bound_free"] = bound
-        if layer_ms:
-            left = 1 - layers * (layer_ms["stock"] - layer_ms["ours"]) / stock
-            if suffix:
-                row["bound_kernel"] = 1 / left
-            elif bound is not None:
-                # Eager is bound by the host: experts can save what they keep it busy, stock less free, and no more.
-                row["bound_kernel"] = min(bound, 1 / left)
-            if suffix and bound is not None and "floor" in layer_ms:
-                row["bound_floor"] = 1 / (1 / bound + layers * layer_ms["floor"] / stock)
+            # Eager waits for the host, which the experts' own time on the GPU does not lengthen.
+            for name, alone in (("floor", "floor"), ("kernel", "ours")) if suffix else ():
+                if alone in layer_ms:
+                    row[f"bound_{name}"] = 1 / (1 / bound + layers * layer_ms[alone] / stock)
         for name in _BOUNDS:
             if f"bound_{name}" in row:
                 row[f"share_of_{name}"] = speedup / row[f"bound_{name}"]

@@ -75,13 +75,14 @@ def test_steps_report_bounds_and_label_the_model(switch: Switch) -> None:
 
 
 def test_amdahls_bounds_by_hand() -> None:
-    """Ten layers of 5 ms experts in a step of 100 ms; ours take 1 ms a layer, the step 62: 1/(1 - 0.4) is the bound."""
-    times = {"stock-captured": 100.0, "experts-captured": 62.0, "free-captured": 50.0}
+    """A step of 100 ms, half of it in ten layers of experts; ours take 1 ms a layer, of which reading is 0.5."""
+    times = {"stock-captured": 100.0, "experts-captured": 62.5, "free-captured": 50.0}
     rows = [{"arm": name, "step_ms": time} for name, time in times.items()]
-    (row,) = hf_steps.amdahl(rows, {"stock": 5.0, "ours": 1.0}, 10)
+    (row,) = hf_steps.amdahl(rows, {"stock": 5.0, "ours": 1.0, "floor": 0.5}, 10)
     assert row["bound_free"] == 2.0
+    assert row["bound_floor"] == pytest.approx(100 / 55)
     assert row["bound_kernel"] == pytest.approx(100 / 60)
-    assert row["share_of_kernel"] == pytest.approx((100 / 62) / (100 / 60))
+    assert row["share_of_kernel"] == pytest.approx(60 / 62.5)
 
 
 def test_a_drifting_host_does_not_decide() -> None:
