@@ -19,6 +19,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+from vllm_ext.benchmarks.engine_ports import claim_ports
+
 Answer = dict[str, Any]
 OUR_METHOD = "w4a16-grouped"
 # The load format of serve_weights, and the worker extension by which workers know it. Names: that module imports more
@@ -127,6 +129,7 @@ def _in_child(function: Any, arguments: tuple[Any, ...], log: str, environment: 
     with open(log, "w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    claim_ports()
     os.environ.update(environment)
     function(*arguments)
 

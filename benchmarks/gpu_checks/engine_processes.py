@@ -14,6 +14,8 @@ from collections.abc import Callable
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
+from vllm_ext.benchmarks.engine_ports import claim_ports
+
 # Not the worker: with it come kernels whose import asks for the GPU, and a CUDA context does not survive a fork.
 _PRELOAD = ("torch", "transformers", "vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine")
 ENVIRONMENT = {
@@ -49,6 +51,7 @@ def _logged(function: Callable[..., None], arguments: tuple[object, ...], log: P
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faulthandler.dump_traceback_later(patience)
+    claim_ports()
     inspect_models_in_process()
     function(*arguments)
 
