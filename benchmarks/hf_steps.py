@@ -316,7 +316,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeats",
         type=int,
-        default=1,
+        default=3,
         help="median of as many runs, twice as many where arms take turns (default: %(default)s)",
     )
 
