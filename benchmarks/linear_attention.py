@@ -88,7 +88,7 @@ def _tasks(args: argparse.Namespace) -> list[tuple[list[Row], str | None]]:
                 rows.append(row)
     for row in _rows(args):
         count = len(row.lengths)
-        mapping = map_prefill(row.tokens, count, row.value_heads, HEAD_DIM, HEAD_DIM, multiprocessors, 128)
+        mapping = map_prefill(row.tokens, count, row.value_heads, HEAD_DIM, HEAD_DIM, multiprocessors, 128, row.op)
         kind = (None, row.op, mapping.block_columns, mapping.segment_chunks is None)
         tasks.setdefault(kind, ([row], None))
     return list(tasks.values())
@@ -130,7 +130,7 @@ def _split(row: Row, call: dict[str, Any], repeats: int) -> dict[str, float]:
     given = Call(**call, use_qk_l2norm_in_kernel=False)
     sizes = Sizes(len(row.lengths), row.tokens, True, row.heads, row.value_heads, HEAD_DIM, HEAD_DIM)
     cores = torch.cuda.get_device_properties(0).multi_processor_count
-    mapping = map_prefill(row.tokens, len(row.lengths), row.value_heads, HEAD_DIM, HEAD_DIM, cores, 128)
+    mapping = map_prefill(row.tokens, len(row.lengths), row.value_heads, HEAD_DIM, HEAD_DIM, cores, 128, row.op)
     chunks = prepare(given, row.op, sizes, call["cu_seqlens"])
     o, final = torch.empty_like(call["v"]), torch.empty_like(call["initial_state"])
     operands = (mapping, call["cu_seqlens"], chunks, o, final)

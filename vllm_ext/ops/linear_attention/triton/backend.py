@@ -101,7 +101,7 @@ def run(call: Call, op: str, mapping: Mapping | None = None) -> tuple[torch.Tens
         hopper = _hopper(device, sizes)
         mapping = map_prefill(
             tokens, num_sequences, sizes.value_heads, sizes.key_dim, sizes.value_dim, _multiprocessors(device),
-            64 if hopper is None else hopper.WIDEST_BLOCK,
+            64 if hopper is None else hopper.WIDEST_BLOCK, op,
         )  # fmt: skip
     cu_seqlens = None if call.cu_seqlens is None else call.cu_seqlens.to(device).contiguous()
     chunks = prepare(call, op, sizes, cu_seqlens)

@@ -25,8 +25,9 @@ _MOST_STAGES = 3
 _SHARED_BYTES = 227 * 1024
 # Of a thread, by kernel: four programs of four warps on a multiprocessor, two of eight, and five.
 REGISTERS = {"gdn": 128, "kda": 128, "inverse": 96}
-# Whether launches may start while those that they wait for still end.
-DEPENDENT = False
+# Up to so many chunks of heads a launch starts while the one before it ends; more of them fill the GPU either way, and
+# programs that wait for their turn take room from those that do not.
+_MOST_DEPENDENT = 8192
 
 
 def serves(key_dim: int, value_dim: int, num_tokens: int) -> bool:
@@ -91,7 +92,7 @@ def prepare_kda(
     _, num_sequences, num_tokens, heads, _ = counts
     invert_hopper_kernel[grid](
         _square(inverse), _square(inverse), beta, cu_seqlens, num_sequences, num_tokens, heads, steps[3], steps[7],
-        PACKED=constants["PACKED"], num_warps=4, maxnreg=REGISTERS["inverse"], launch_pdl=DEPENDENT,
+        PACKED=constants["PACKED"], num_warps=4, maxnreg=REGISTERS["inverse"], launch_pdl=grid[0] <= _MOST_DEPENDENT,
     )  # fmt: skip
 
 
@@ -131,5 +132,5 @@ def recur(
         sizes.num_sequences, sizes.num_tokens, sizes.value_heads, sizes.value_heads // sizes.heads, segment_chunks,
         K=sizes.key_dim, V=sizes.value_dim, GROUPS=groups, KDA=kda, TRANSITION=transition,
         V_FIRST=call.state_v_first, PACKED=sizes.packed, STAGES=stages(sizes.key_dim, groups, kda), num_warps=4,
-        launch_pdl=DEPENDENT,
+        launch_pdl=chunks.inverse.shape[0] * sizes.value_heads <= _MOST_DEPENDENT,
     )  # fmt: skip

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 CHUNK = 64
 HEAD, COLUMNS, SEGMENTS = "head", "columns", "segments"
 # One chunk of one program, which has a multiprocessor to itself, by columns of the state that it carries.
-_STEPS = {64: 1.2, 128: 1.85}
-_TRANSITION_STEP = 1.1  # the same without queries; two programs share a multiprocessor
-_TRANSITION_SHARED = 1.0
-_COMPOSE_STEP = 2.0
+_STEPS = {64: 1.2, 128: 1.8}
+# The same without queries, once for every program on a multiprocessor.
+_TRANSITION_STEPS = {"gdn": 0.8, "kda": 1.3}
+_COMPOSE_STEP = 3.0
 _COMPOSE_LAUNCH = 8.0
-_LEAST_GAIN = 1.2  # segments cost memory as well, and the model is rough
+_LEAST_GAIN = 1.1  # segments cost memory as well, and the model is rough
 _LEAST_SEGMENT = 16
 _LARGEST_TRANSITION = 128  # composing segments holds a K x K matrix in shared memory
 
@@ -41,11 +41,12 @@ def map_prefill(
     value_dim: int,
     multiprocessors: int,
     widest_block: int = 64,
+    op: str = "gdn",
 ) -> Mapping:
     """The mapping for num_tokens tokens of num_sequences sequences, taken to be of one length: the host cannot know.
 
-    widest_block: columns of the state that a program can carry, 64 or 128. Raises ValueError on sizes that are not
-    positive (no tokens are fine).
+    widest_block: columns of the state that a program can carry, 64 or 128; op: "gdn" or "kda". Raises ValueError on
+    sizes that are not positive (no tokens are fine).
     """
     if min(num_sequences, value_heads, key_dim, value_dim, multiprocessors) < 1 or num_tokens < 0:
         raise ValueError(
@@ -68,7 +69,7 @@ def map_prefill(
         if length < _LEAST_SEGMENT or key_dim > _LARGEST_TRANSITION:
             break
         transitions = heads * (value_dim + key_dim) // narrow * (segments - 1)
-        step = max(_TRANSITION_STEP, _TRANSITION_SHARED * _rounds(transitions, multiprocessors))
+        step = _TRANSITION_STEPS[op] * _rounds(transitions, multiprocessors)
         time = step * length + _COMPOSE_LAUNCH + _COMPOSE_STEP * segments + whole(narrow, segments, length)
         if time < best:
             best, segment_chunks = time, length
