@@ -187,7 +187,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def chart(rows: list[dict[str, Any]], path: Path) -> None:
-    """tok/s of each run in order, temperature beside it where there is one."""
+    """tok/s of each run in order, the temperature after it where there is one."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -198,13 +198,11 @@ def chart(rows: list[dict[str, Any]], path: Path) -> None:
     places = range(len(rows))
     bars = axes.bar(places, [row["tokens_per_second"] for row in rows], color=[colours[row["arm"]] for row in rows])
     axes.bar_label(bars, fmt="%.1f", fontsize=8)
-    axes.set_xticks(list(places), [f"{row['run']}: {row['name']}" for row in rows], fontsize=8)
+    warmth = [f", {row['temperature_c_after']:.0f} °C" if "temperature_c_after" in row else "" for row in rows]
+    names = [f"{row['run']}: {row['name']}{text}" for row, text in zip(rows, warmth, strict=True)]
+    axes.set_xticks(list(places), names, fontsize=8)
     axes.set_ylabel("tokens per second")
     axes.margins(y=0.15)
-    if all("temperature_c_after" in row for row in rows):
-        right = axes.twinx()
-        right.plot(list(places), [row["temperature_c_after"] for row in rows], "o--", color="tab:red", markersize=4)
-        right.set_ylabel("degrees Celsius after the run", color="tab:red")
     ratio = speedup(rows)
     axes.set_title(
         f"generate() on one loaded model, runs in order{f': B / A = {ratio:.2f}' if ratio else ''}", fontsize=10

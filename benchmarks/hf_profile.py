@@ -167,7 +167,7 @@ def chart(rows: list[dict[str, Any]], path: Path) -> None:
 
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     names = list(dict.fromkeys(row["component"] for row in rows))
-    figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.7 * len(arms)), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9, 2.2 + 0.7 * len(arms)), layout="constrained")
     left = [0.0] * len(arms)
     for index, name in enumerate(names):
         values = [next((r["ms"] for r in rows if r["arm"] == arm and r["component"] == name), 0.0) for arm in arms]
@@ -177,7 +177,7 @@ def chart(rows: list[dict[str, Any]], path: Path) -> None:
     axes.plot(wall, arms, "k|", markersize=14, label="wall time of a step")
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds a denoising step")
-    axes.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.25))
+    figure.legend(fontsize=8, ncols=3, loc="outside lower center")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

@@ -133,10 +133,10 @@ def chart(rows: list[dict[str, Any]], path: Path) -> None:
         axes.plot(
             [x for x, _ in mine], [row["flop"] / row["ms"] / 1e9 for _, row in mine], "o", color=colour, label=family
         )
-        _name(axes, mine, family == "fused operations")
+        _name(axes, mine, 0.8 * low if family == "fused operations" else None)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlim(left=low / 20)
+    axes.set_xlim(left=low / 30)
     axes.set_xlabel("useful FLOP per byte that must move")
     axes.set_ylabel("TFLOP/s")
     axes.grid(alpha=0.3, which="both", linewidth=0.4)
@@ -145,16 +145,17 @@ def chart(rows: list[dict[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _name(axes: Any, points: list[tuple[float, dict[str, Any]]], on_one_line: bool) -> None:
-    """Names beside the points; those on one vertical line get theirs to the left, apart from each other."""
+def _name(axes: Any, points: list[tuple[float, dict[str, Any]]], column: float | None) -> None:
+    """Names beside the points, or in a column of their own, apart from each other, where points lie on one line."""
     lowest = 0.0
     for x, row in sorted(points, key=lambda item: item[1]["flop"] / item[1]["ms"]):
         rate = row["flop"] / row["ms"] / 1e9
         height = max(rate, lowest)
-        lowest = 1.25 * height
+        lowest = 1.35 * height
         where: dict[str, Any] = {"xytext": (6, -9), "textcoords": "offset points"}
-        if on_one_line:
-            where = {"xytext": (0.8 * x, height), "textcoords": "data", "ha": "right", "va": "center"}
+        if column is not None:
+            where = {"xytext": (column, height), "textcoords": "data", "ha": "right", "va": "center"}
+            where["arrowprops"] = {"arrowstyle": "-", "linewidth": 0.4, "color": "gray"}
         axes.annotate(row["kernel"].removeprefix("experts, "), (x, rate), fontsize=7, **where)
 
 
