@@ -101,7 +101,7 @@ def accelerate_generate(
     norms         each RMSNorm one kernel
     projections   q, k, v one product, gate and up another (merge LoRA adapters first)
     fused_layers  DiffusionGemma: the decoder as seventeen launches a layer; needs norms and projections
-    encoder       the same for its encoder, which runs once a canvas (not run on hardware yet)
+    encoder       the same for its encoder, which runs once a canvas
     capture       replay the decoder's forward from a CUDA graph. Models that generate token by token get a static cache
                   instead, with which transformers compiles and captures their forward itself
     sampler       DiffusionGemma: temperature, entropies, argmax and the drawn tokens in one pass over the vocabulary,
