@@ -55,11 +55,6 @@ def _streamed(rows: int, warps: int, programs: int, split: bool = False) -> _Til
     return (rows, warps, 12, "sum", None, 1, 1, programs, split)
 
 
-def _wide(rows: int, programs: int) -> _Tile:
-    """Persistent programs, scales applied to codes."""
-    return (rows, 8, 24, "operand", None, 1, 1, programs, False)
-
-
 _TILES: dict[int, tuple[_Tile, ...]] = {
     8: (
         _streamed(64, 4, 4),
@@ -67,9 +62,6 @@ _TILES: dict[int, tuple[_Tile, ...]] = {
         _streamed(128, 8, 2),
         _streamed(256, 8, 2),
         _streamed(256, 8, 2, True),
-        _wide(128, 2),
-        _wide(256, 2),
-        _wide(256, 1),
     ),
     16: (
         _tiles(64, 4, 4, "sum", None, 1, 1),
@@ -80,9 +72,6 @@ _TILES: dict[int, tuple[_Tile, ...]] = {
         _streamed(64, 4, 4),
         _streamed(128, 8, 2),
         _streamed(256, 8, 2),
-        _wide(128, 2),
-        _wide(256, 2),
-        _wide(256, 1),
     ),
     32: (
         _tiles(128, 4, 4, "sum", None, 1, 1),
@@ -90,23 +79,17 @@ _TILES: dict[int, tuple[_Tile, ...]] = {
         _tiles(128, 4, 4, "sum", 168, 1, 2),
         _streamed(128, 8, 2),
         _streamed(256, 8, 2),
-        _wide(128, 2),
-        _wide(256, 2),
-        _wide(256, 1),
     ),
     64: (
         _tiles(128, 4, 3, "operand", 168, 1, 1),
         _tiles(128, 4, 3, "operand", 168, 1, 2),
         _tiles(256, 8, 3, "operand", 128, 1, 1),
         _streamed(128, 8, 2),
-        _wide(128, 2),
-        _wide(256, 1),
     ),
     128: (
         _tiles(128, 8, 3, "operand", 128, 1, 1),
         _tiles(256, 8, 3, "operand", None, 1, 1),
         _tiles(256, 16, 3, "operand", 128, 1, 1),
-        _wide(256, 1),
     ),
 }
 

@@ -1,4 +1,4 @@
-"""What both persistent kernels do: read the block table, ask for tiles and rows, finish a piece of work (Gluon)."""
+"""The parts of a persistent kernel: read the block table, ask for tiles and rows, finish a piece of work (Gluon)."""
 
 # Gluon's functions take tensors and compile-time values of any kind.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"

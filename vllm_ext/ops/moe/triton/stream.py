@@ -1,4 +1,4 @@
-"""Launching the persistent GEMMs (`stream_kernel.py`, `wide_kernel.py`): which calls they serve, and with what.
+"""Launching the streaming GEMMs (`stream_kernel.py`): which calls they serve, and with what.
 
 A configuration asks for them with `programs`, the persistent programs of a multiprocessor. They serve gated experts
 without biases on compute capability 9.0, in sizes that whole tiles cover; everything else is served by `gemm.py`.
@@ -22,13 +22,6 @@ _REGISTERS = 1 << 16
 _SHARED_MEMORY = 227 << 10
 _PRODUCER_WARPS = 4  # registers are given out to four
 _PRODUCER_REGISTERS = 40
-_HALF, _COLUMNS = 128, 64  # of `wide_kernel.py`
-_MANY_TOKENS = 64
-
-
-def wide(gemm: GemmConfig) -> bool:
-    """Whether a configuration asks for `wide_kernel.py`."""
-    return gemm.programs > 0 and gemm.scaling == "operand"
 
 
 @dataclass(frozen=True)
@@ -44,11 +37,7 @@ class Sizes:
     def covered(self, gemm: GemmConfig) -> bool:
         """Whether whole tiles cover the weight, each within a group."""
         tile = 4 * self.plane
-        whole = self.columns % tile == 0 and self.group % tile == 0
-        if wide(gemm):
-            halves = gemm.block_rows // _HALF
-            return whole and self.rows % _HALF == 0 and (halves == 2 or (halves == 1 and tile == 2 * _COLUMNS))
-        return whole and self.rows % gemm.block_rows == 0
+        return self.columns % tile == 0 and self.group % tile == 0 and self.rows % gemm.block_rows == 0
 
 
 @functools.lru_cache(maxsize=16)
@@ -69,7 +58,7 @@ def usable(device: torch.device) -> bool:
     if torch.cuda.get_device_capability(device) != CAPABILITY:
         return False
     try:
-        import vllm_ext.ops.moe.triton.wide_kernel  # noqa: F401
+        import vllm_ext.ops.moe.triton.stream_kernel  # noqa: F401
     except ImportError:
         return False
     return True
@@ -83,8 +72,6 @@ def registers(gemm: GemmConfig) -> int:
 
 def producer(gemm: GemmConfig) -> tuple[int, int]:
     """The producer's warps, one for every 16 rows of activations, and the registers of a thread."""
-    if gemm.block_tokens >= _MANY_TOKENS:
-        return _PRODUCER_WARPS, 48 if gemm.block_tokens == _MANY_TOKENS else 64
     return max(1, gemm.block_tokens // 16), _PRODUCER_REGISTERS
 
 
@@ -92,11 +79,8 @@ def stages(gemm: GemmConfig, sizes: Sizes) -> int:
     """Tiles in the ring: what the configuration asks for, or as many as shared memory holds."""
     tile = 4 * sizes.plane
     stage = gemm.block_rows * (tile // 2 + 4) + gemm.block_tokens * tile * 2 + 16
+    stage += gemm.block_tokens * tile // sizes.sum_width * 4
     rest = gemm.block_rows * gemm.block_tokens + 1024
-    if wide(gemm):
-        rest = 6144 + -(-sizes.columns // sizes.sum_width // 16) * gemm.block_tokens * 64
-    else:
-        stage += gemm.block_tokens * tile // sizes.sum_width * 4
     return max(1, min(gemm.num_stages, (_SHARED_MEMORY // gemm.programs - 1024 - rest) // stage))
 
 
@@ -120,8 +104,7 @@ def kernel_shape(
     tile = (sizes.columns, sizes.rows, sizes.group, sizes.plane, sizes.sum_width, gemm.block_rows, gemm.block_tokens)
     operand = tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
     exponent = form.unit - form.activation_exponent
-    shape = (*tile, stages(gemm, sizes), operand, factor_dtype, form.offset, exponent, sums_stride)
-    return (*shape, form.scale_exponent, 2**form.plane_step)
+    return (*tile, stages(gemm, sizes), operand, factor_dtype, form.offset, exponent, sums_stride)
 
 
 def launch(
@@ -145,22 +128,18 @@ def launch(
     epilogue: tuple[int, ...] = (),
 ) -> None:
     """Run one GEMM: gate and up with `out_sums` given, else down. `epilogue` is explained in `stream_kernel`."""
-    kernel: Any
-    if wide(gemm):
-        from vllm_ext.ops.moe.triton.wide_kernel import wide_kernel as kernel
-    else:
-        from vllm_ext.ops.moe.triton.stream_kernel import stream_kernel as kernel
+    from vllm_ext.ops.moe.triton.stream_kernel import stream_kernel
+
     if not sizes.covered(gemm):
         raise ValueError(f"stream.launch: {sizes} is not covered by whole tiles of {gemm.block_rows} rows")
     tiles, factor_tiles = _descriptors(words, factors, gemm.block_rows)
     programs = _multiprocessors(x.device) * gemm.programs
-    extra: tuple[torch.Tensor, ...] = (group_sums, flags)
+    partials = group_sums
     if gemm.split:
-        size = gemm.block_rows * gemm.block_tokens
-        extra = (torch.empty(programs, size, dtype=torch.float32, device=x.device), flags)
+        partials = torch.empty(programs, gemm.block_rows * gemm.block_tokens, dtype=torch.float32, device=x.device)
     else:
-        programs = min(programs, blocks.shape[0] * -(-sizes.rows // gemm.block_rows))
-    kernel[(programs,)](
+        programs = min(programs, blocks.shape[0] * (sizes.rows // gemm.block_rows))
+    stream_kernel[(programs,)](
         tiles,
         factor_tiles,
         factors,
@@ -171,17 +150,18 @@ def launch(
         blocks,
         out,
         out_sums if out_sums is not None else group_sums,
-        *(() if wide(gemm) else extra),
+        partials,
+        flags,
         alpha,
         limit,
         GATE_UP=out_sums is not None,
         TOP_K=top_k,
         ACTIVATION=activation,
+        SPLIT=gemm.split,
         SHAPE=kernel_shape(gemm, sizes, x.dtype, factor_dtype, form, group_sums.shape[1]),
         EPILOGUE=epilogue,
         PRODUCER=producer(gemm),
         num_warps=gemm.num_warps,
         maxnreg=registers(gemm),
         launch_pdl=True,
-        **({} if wide(gemm) else {"SPLIT": gemm.split}),
     )

@@ -296,10 +296,10 @@ def stream_kernel(
     """One of the two GEMMs; programs take pieces of work (a block of slots, BLOCK_ROWS rows) in turn.
 
     SHAPE is (K, rows, group size, plane width, columns of one sum, BLOCK_ROWS, BLOCK_TOKENS, stages, dtype of the
-    operands, of the factors, codes' offset, exponent of the result, row stride of the sums, exponent of the scales,
-    what odd planes count); EPILOGUE, of gate and up, (row stride of out, columns of one sum of it, sums, exponent, its
-    step, plane width); PRODUCER the producer's (warps, registers). SPLIT is explained at `_share`; it leaves sums in
-    `partials` and needs `flags` at zero, one a program.
+    operands, of the factors, codes' offset, exponent of the result, row stride of the sums); EPILOGUE, of gate and up,
+    (row stride of out, columns of one sum of it, sums, exponent, its step, plane width); PRODUCER the producer's
+    (warps, registers). SPLIT is explained at `_share`; it leaves sums in `partials` and needs `flags` at zero, one a
+    program.
     """
     PLANE: gl.constexpr = SHAPE[3]
     BLOCK_ROWS: gl.constexpr = SHAPE[5]
