@@ -66,6 +66,10 @@ def test_streaming_kernels_are_left_where_they_cannot_serve() -> None:
     assert not got.gate_up.programs
     assert not got.down.programs
     assert got.gate_up.block_tokens == got.down.block_tokens == 16
+    many = config.GemmConfig(64, 128, 8, 12, programs=2)
+    got = backend.served(config.LaunchConfig(many, many), experts, layer.x, CallOptions())
+    assert not got.gate_up.programs
+    assert got.gate_up.scaling == got.down.scaling == "operand"
     tiles = config.rule(4)
     assert backend.served(tiles, experts, layer.x, CallOptions()) == tiles
 
