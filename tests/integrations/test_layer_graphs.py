@@ -142,6 +142,26 @@ def test_changing_shapes_are_told_apart(experts: Any) -> None:
     assert len({id(recorded.space) for recorded in experts.graphs.graphs.values()}) == 1
 
 
+@pytest.mark.parametrize("wrong", ["columns", "rows", "weights"])
+def test_calls_that_do_not_fit_are_refused_as_before(experts: Any, wrong: str) -> None:
+    """A buffer would take what broadcasts to it; and one wrong call must not cost the layer its graphs."""
+    x, ids, weights = arguments(16)
+    with torch.no_grad():
+        for _ in range(4):
+            experts(x, ids, weights)
+        bad = {
+            "columns": (x[:, :1], ids, weights),
+            "rows": (x, ids[:1], weights[:1]),
+            "weights": (x, ids, weights[:, :1]),
+        }[wrong]
+        with pytest.raises(ValueError, match="must"):
+            experts.routed(*bad)
+        replays = Again.replays
+        experts(x, ids, weights)
+    assert Again.replays > replays
+    assert not experts.graphs.broken
+
+
 def test_many_shapes_take_bounded_memory() -> None:
     """A server sees prompts of every length."""
     graphs = LayerGraphs()

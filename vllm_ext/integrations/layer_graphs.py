@@ -126,12 +126,11 @@ class LayerGraphs:
 
         addresses  of all else that `call` reads: a graph of other memory is not replayed
         """
-        rows = x.shape[0]
-        if self.broken or not 0 < rows <= MAX_ROWS or not _recordable(x):
+        if self.broken or not 0 < x.shape[0] <= MAX_ROWS or not _recordable(x):
             return call(x, ids, weights)
         device = x.get_device()
-        stream = _current_stream(device)
-        key = (rows, ids.shape[1], x.dtype, ids.dtype, weights.dtype, device, stream, addresses)
+        where = (device, _current_stream(device), ids.get_device(), weights.get_device(), addresses)
+        key = (where, x.shape, ids.shape, weights.shape, x.dtype, ids.dtype, weights.dtype)
         found = self.graphs.get(key)
         if found is None:
             return self._plain(key, call, x, ids, weights)
@@ -157,7 +156,7 @@ class LayerGraphs:
             return wanted
         try:
             with _on_device(x):
-                recorded = _record(call, (x, ids, weights), *key[5:7])
+                recorded = _record(call, (x, ids, weights), *key[0][:2])
                 if not _same_bits(recorded.run(call, x, ids, weights), wanted):
                     raise RuntimeError("the replay computed something else")
         except RuntimeError as error:
