@@ -55,7 +55,7 @@ def test_experts_share_of_the_measured_time_and_the_bound_it_sets():
     rows = serve_report.add_bounds(rows_of(rates), SHAPES["Qwen3-30B-A3B"], layers=12)
     for row in rows:
         decoding = MEASURED[row["batch"]][1]
-        assert decoding - 0.01 < row["experts_share"] < decoding + 0.07
+        assert decoding - 0.03 < row["experts_share"] < decoding + 0.1
         if row["arm"] == "BF16":
             assert row["bound"] == pytest.approx(1.0)
         else:

@@ -17,13 +17,13 @@ EXPERTS, HIDDEN, INTER = 4, 64, 32
 @pytest.mark.parametrize(
     ("largest", "captured", "sizes"),
     [
-        (8192, 512, [1024, 2048, 4096, 8192]),
-        (2048, 0, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]),
-        (3000, 256, [512, 1024, 2048, 3000]),
+        (8192, 512, [768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]),
+        (64, 0, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]),
+        (3000, 256, [384, 512, 768, 1024, 1536, 2048, 3000]),
         (256, 256, [256]),
     ],
 )
-def test_every_power_of_two_that_vllm_does_not_run_itself(largest, captured, sizes):
+def test_powers_of_two_and_their_middles_that_vllm_does_not_run_itself(largest, captured, sizes):
     assert warm_up.step_sizes(largest, captured) == sizes
 
 
@@ -83,7 +83,7 @@ def test_one_layer_of_a_kind_runs_every_size(layer, monkeypatch):
     monkeypatch.setattr(type(layer.quant_method), "apply", noted)
     warm_up.warm_up_experts(torch.nn.ModuleList([layer, layer, torch.nn.Linear(2, 2)]), 8, 2)
     ids = (torch.int32, list(range(EXPERTS)))
-    assert calls == [((n, HIDDEN), torch.bfloat16, (n, 2), *ids) for n in (4, 8)]
+    assert calls == [((n, HIDDEN), torch.bfloat16, (n, 2), *ids) for n in (3, 4, 6, 8)]
 
 
 @pytest.mark.vllm
@@ -97,7 +97,7 @@ def test_worker_warms_up_after_its_own_kernels(layer):
     warm_up.hook_worker(module)
     worker = types.SimpleNamespace(vllm_config=configuration(), get_model=lambda: torch.nn.ModuleList([layer]))
     module.kernel_warmup(worker)
-    assert done == ["vLLM", 1024, 2048]
+    assert done == ["vLLM", 768, 1024, 1536, 2048]
 
 
 @pytest.mark.vllm

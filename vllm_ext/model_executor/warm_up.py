@@ -1,7 +1,8 @@
 """Compile the experts' kernels while an engine starts, not on the first request that meets them.
 
 vLLM runs a model once at its largest step and once at every size it captures as a graph. Steps between the two are
-served by other launch configurations and, from one power of two to the next, by other sorting kernels.
+served by other launch configurations, which change at powers of two, and other sorting kernels, which change between
+them: a first sweep over powers alone left a request of 300 tokens to compile two kernels.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ def captured_up_to(vllm_config: Any) -> int:
 
 
 def step_sizes(largest: int, captured: int) -> list[int]:
-    """The powers of two above `captured`, and `largest`."""
-    return sorted({1 << power for power in range(largest.bit_length()) if 1 << power > captured} | {largest})
+    """The powers of two above `captured` and the middles between them, and `largest`."""
+    sizes = {part << power for power in range(largest.bit_length()) for part in (1, 3)}
+    return sorted({size for size in sizes if captured < size <= largest} | {largest})
 
 
 def warm_up_experts(model: torch.nn.Module, largest: int, captured: int) -> None:
