@@ -85,18 +85,19 @@ def table(document: dict[str, Any]) -> str:
     for row in document["rows"]:
         by_cell.setdefault(row["cell"], {})[row["arm"]] = row
     arms = list(dict.fromkeys(row["arm"] for row in document["rows"]))
-    ours = [arm for arm in OURS if arm in arms]
+    bounded = [arm for arm in arms if arm != BASE]
+    compared = [arm for arm in OURS if arm in arms] or bounded
     head = ["", *(f"{arm}, tokens/s" for arm in arms)]
-    for arm in ours:
-        head += [f"{arm} / {other}" for other in (BASE, PEER) if other in arms]
-    lines = [[*head, "bound", "experts' share of BF16", "wanted"]]
+    for arm in compared:
+        head += [f"{arm} / {other}" for other in (BASE, PEER) if other in arms and other != arm]
+    lines = [[*head, *(f"{arm}, bound" for arm in bounded), "experts' share of BF16", "wanted"]]
     for cell, found in by_cell.items():
         line = [cell, *(f"{found[arm]['tokens_per_second']:,.0f}" for arm in arms)]
-        for arm in ours:
-            line += [f"{found[arm][f'times {other}']:.2f}x" for other in (BASE, PEER) if other in arms]
-        row = found[ours[0]] if ours else {}
-        line.append(f"{row['bound']:.2f}x" if "bound" in row else "")
-        line.append(f"{row['experts_share']:.0%}" if "bound" in row else "")
+        for arm in compared:
+            line += [f"{found[arm][f'times {other}']:.2f}x" for other in (BASE, PEER) if other in arms and other != arm]
+        line += [f"{found[arm]['bound']:.2f}x" if "bound" in found[arm] else "" for arm in bounded]
+        shares = [row["experts_share"] for row in found.values() if "experts_share" in row]
+        line.append(f"{shares[0]:.0%}" if shares else "")
         line.append(f"{TARGETS[cell]:.2f}x" if cell in TARGETS else "")
         lines.append(line)
     text = ["| " + " | ".join(line) + " |" for line in lines]
