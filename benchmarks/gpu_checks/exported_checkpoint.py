@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ MEAN_TOLERANCE = 0.05  # BF16 rounding alone moves this model's log-probabilitie
 SIZES = {"hidden_size": 512, "moe_intermediate_size": 256}
 KINDS: dict[str, dict[str, Any]] = {"integer zero points": {"zero_point": "int"}, "symmetric": {"symmetric": True}}
 Answer = dict[str, Any]
+Jobs = dict[str, tuple[Path, dict[str, Any]]]
 
 
 def child(model: str, options: dict[str, Any], result: Path) -> None:
@@ -91,10 +93,16 @@ def write_checkpoints(folder: Path) -> dict[str, Path]:
     return found
 
 
-def run_engines(jobs: dict[str, tuple[Path, dict[str, Any]]], folder: Path, timeout: float) -> dict[str, Answer]:
+def run_engines(
+    jobs: dict[str, tuple[Path, dict[str, Any]]],
+    folder: Path,
+    timeout: float,
+    told: Callable[[dict[str, Answer]], None],
+) -> dict[str, Answer]:
     """Start every engine at once, each in a process of its own; a failed one answers {"error": its last lines}.
 
-    Stock Marlin's first call takes about 50 s on a GPU for which the driver has to compile its kernels.
+    `told` gets the answers so far whenever one has come: what ends the check from outside loses the others' only. Stock
+    Marlin's first call takes about 50 s on a GPU for which the driver has to compile its kernels.
     """
     server = engine_processes.context({"VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1"})
     started = {}
@@ -102,16 +110,22 @@ def run_engines(jobs: dict[str, tuple[Path, dict[str, Any]]], folder: Path, time
         log, result = folder / f"{name}.log", folder / f"{name}.json"
         process = engine_processes.start(server, child, (str(model), options, result), log)
         started[name] = (process, log, result)
-    deadline = time.monotonic() + timeout
+    begun = time.monotonic()
     answers: dict[str, Answer] = {}
-    for name, (process, log, result) in started.items():
-        engine_processes.join(process, deadline)
-        text = log.read_text(errors="replace")
-        answers[name] = json.loads(result.read_text()) if result.exists() else {"error": text[-2500:]}
-        kernels = {line.split("] ")[-1] for line in text.splitlines() if "MoE" in line and "arlin" in line}
-        answers[name]["kernels"] = sorted(kernels)[:3]
-        word = "failed" if "error" in answers[name] else "answered"
-        print(f"{name}: {word} after {time.monotonic() - deadline + timeout:.0f} s", flush=True)
+    while len(answers) < len(started):
+        late = time.monotonic() > begun + timeout
+        for name, (process, log, result) in started.items():
+            if name in answers or (process.is_alive() and not late):
+                continue
+            engine_processes.join(process, time.monotonic())
+            text = log.read_text(errors="replace")
+            answers[name] = json.loads(result.read_text()) if result.exists() else {"error": text[-2500:]}
+            kernels = {line.split("] ")[-1] for line in text.splitlines() if "MoE" in line and "arlin" in line}
+            answers[name]["kernels"] = sorted(kernels)[:3]
+            word = "failed" if "error" in answers[name] else "answered"
+            print(f"{name}: {word} after {time.monotonic() - begun:.0f} s", flush=True)
+            told(answers)
+        time.sleep(0.2)
     return answers
 
 
@@ -125,40 +139,54 @@ def compare(one: Answer, other: Answer) -> dict[str, Any]:
     return {"ok": mean < MEAN_TOLERANCE, "mean": mean, "max": max(gaps)}
 
 
+def judge(answers: dict[str, Answer]) -> dict[str, Any]:
+    """Every pair's comparison, and "ok" where all agree and no engine but ours had the plugin."""
+    silent: Answer = {"error": "no answer yet"}
+
+    def between(one: str, other: str) -> dict[str, Any]:
+        return compare(answers.get(one, silent), answers.get(other, silent))
+
+    pairs = {
+        f"{one} on the export / BF16 of its weights, {kind}": between(f"{one}, {kind}", f"dequantised, {kind}")
+        for kind in KINDS
+        for one in ("stock", "w4a16")
+    }
+    moved = {kind: between("stock, bf16", f"dequantised, {kind}") for kind in KINDS}
+    foreign = [name for name, answer in answers.items() if not name.startswith("w4a16") and answer.get("plugin")]
+    return {
+        "ok": all(pair["ok"] for pair in pairs.values()) and not foreign,
+        "pairs": pairs,
+        "moved by quantising": moved,
+        "kernels": {name: answer["kernels"] for name, answer in answers.items() if answer["kernels"]},
+    }
+
+
 def main() -> int:
     """Command line; see the module."""
+    from vllm_ext.benchmarks.registry import describe_run, write_json
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compiled", action="store_true", help="torch.compile and CUDA graphs instead of eager")
     parser.add_argument("--out", type=Path, help="also write the result, with the machine's description, here")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for all engines together")
     args = parser.parse_args()
     eager = {"enforce_eager": not args.compiled}
+
+    def told(answers: dict[str, Answer]) -> None:
+        if args.out:
+            write_json(args.out, {**judge(answers), "compiled": args.compiled, "machine": describe_run()})
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         models = write_checkpoints(folder)
-        jobs: dict[str, tuple[Path, dict[str, Any]]] = {"stock, bf16": (models["bf16"], eager)}
+        jobs: Jobs = {"stock, bf16": (models["bf16"], eager)}
         for kind in KINDS:
             jobs[f"stock, {kind}"] = (models[f"{kind}, exported"], eager)
             jobs[f"dequantised, {kind}"] = (models[f"{kind}, dequantised"], eager)
             jobs[f"w4a16, {kind}"] = (models[f"{kind}, exported"], {**eager, "quantization": "w4a16-grouped"})
-        answers = run_engines(jobs, folder, args.timeout)
-    pairs = {}
-    for kind in KINDS:
-        for one in ("stock", "w4a16"):
-            pairs[f"{one} on the export / BF16 of its weights, {kind}"] = compare(
-                answers[f"{one}, {kind}"], answers[f"dequantised, {kind}"]
-            )
-    moved = {kind: compare(answers["stock, bf16"], answers[f"dequantised, {kind}"]) for kind in KINDS}
-    foreign = [name for name, answer in answers.items() if not name.startswith("w4a16") and answer.get("plugin")]
-    ok = all(pair["ok"] for pair in pairs.values()) and not foreign
-    kernels = {name: answer["kernels"] for name, answer in answers.items() if answer["kernels"]}
-    result = {"ok": ok, "pairs": pairs, "moved by quantising": moved, "kernels": kernels, "compiled": args.compiled}
-    if args.out:
-        from vllm_ext.benchmarks.registry import describe_run
-
-        args.out.write_text(json.dumps({**result, "machine": describe_run()}, indent=1) + "\n")
+        result = judge(run_engines(jobs, folder, args.timeout, told))
     print(json.dumps(result, indent=1))
-    return 0 if ok else 1
+    return 0 if result["ok"] else 1
 
 
 if __name__ == "__main__":
