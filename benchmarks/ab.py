@@ -63,9 +63,13 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def chosen_prompts(args: argparse.Namespace) -> list[questions.Prompt]:
-    """What the options name, or the built-in ones."""
+    """What the options name, or the built-in ones. Raises ValueError where they name none."""
+    if args.limit < 1:
+        raise ValueError(f"--limit must be at least 1, got {args.limit}")
     found = questions.gsm8k(args.gsm8k, args.limit) if args.gsm8k else []
     found += questions.human_eval(args.limit, args.execute) if args.human_eval else []
+    if args.gsm8k and not found:
+        raise ValueError(f"{args.gsm8k} holds no questions")
     return found or questions.built_in(args.limit)
 
 
@@ -156,6 +160,7 @@ def measure(args: argparse.Namespace, model: Any, tokenizer: Any, switch: Switch
     for place, letter in enumerate(ORDERS[args.order]):
         arm: Arm = ARMS[args.a if letter == "A" else args.b]
         switch.to(arm)
+        print(f"run {place + 1} of {len(ORDERS[args.order])}: {arm.name}, {len(runner.prompts)} prompts", flush=True)
         row = {"run": place + 1, "arm": letter, "name": arm.name, **runner.run()}
         generated = row.pop("generated")
         reference = reference or generated

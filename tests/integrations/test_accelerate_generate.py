@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -232,3 +234,111 @@ def test_adapters_are_merged_before_joining() -> None:
         merged = merge_lora(model)
         assert join_projections(merged).count == 2
         torch.testing.assert_close(merged(input_ids=ids).logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_second_call_finds_its_work_done() -> None:
+    model = tiny.mixtral()
+    for _ in range(2):
+        done = accelerate_generate(model, ignore=["layers.1"], group_sizes=(16, 8), progress=False)
+    assert "the experts were in 4 bits already" in done.notes
+
+
+def test_other_models_logits_are_compared_too() -> None:
+    model = tiny.mixtral()
+    done = accelerate_generate(model, group_sizes=(16, 8), progress=False, verify=IDS % 90)
+    assert done.relative_error is not None
+    assert done.relative_error < 1e-5
+    with pytest.raises(ValueError, match="verify must be prompt ids"):
+        accelerate_generate(model, verify=[1, 2])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["norms", "norms and projections"])
+def test_the_kit_compiles_as_one_graph(joined: bool) -> None:
+    """transformers compiles the forward over a static cache: addresses and dictionaries cannot be part of it."""
+    model = tiny.mixtral()
+    accelerate_generate(model, projections=joined, group_sizes=(16, 8), progress=False)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    ids = IDS % 90
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_joined_layers_keep_their_gradients() -> None:
+    """The joined matrix is made without a graph: through it the layers would never be trained, in silence."""
+    model, plain = tiny.mixtral(), tiny.mixtral()
+    join_projections(model)
+    for one in (model, plain):
+        one(input_ids=IDS % 90, labels=IDS % 90).loss.backward()
+    found, wanted = (one.model.layers[0].self_attn.k_proj.weight.grad for one in (model, plain))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_a_copy_computes_with_its_own_weights(swapped: Any) -> None:
+    """A forward that closes over a layer runs the original's weights in every copy of the model."""
+    model = tiny.mixtral()
+    accelerate_generate(model, group_sizes=(16, 8), progress=False)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        wanted = model(input_ids=IDS % 90).logits
+        for part in (model.model.norm, model.model.layers[0].self_attn.q_proj):
+            part.weight.zero_()
+        assert torch.equal(twin(input_ids=IDS % 90).logits, wanted)
+    tokens = generate(swapped)
+    done = accelerate_generate(swapped, progress=False)
+    twin = copy.deepcopy(swapped)
+    done.undo()
+    assert torch.equal(generate(twin), tokens)
+
+
+def test_fused_layers_follow_weights_that_change() -> None:
+    """They read a router's scale and joined matrices that were derived once: new weights must not be ignored."""
+    model = tiny.diffusion_gemma()
+    quantize_experts(model, group_sizes=(16, 8), progress=False)
+    before = generate(model)
+    done = accelerate_generate(model, encoder=True, progress=False)
+    assert torch.equal(generate(model), before)
+    layer = model.model.decoder.layers[0]
+    with torch.no_grad():
+        layer.router.scale.mul_(torch.linspace(0.2, 3, layer.router.scale.numel()))
+        layer.self_attn.k_proj.weight = nn.Parameter(layer.self_attn.k_proj.weight.flip(0))
+    found = generate(model)
+    done.undo()
+    assert torch.equal(found, generate(model))
+    assert not torch.equal(found, before)
+
+
+def test_adapters_of_peft_leave_the_denoising_steps_to_the_kit() -> None:
+    peft = pytest.importorskip("peft")
+    base = tiny.diffusion_gemma()
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=r".*decoder.*q_proj"))
+    quantize_experts(model, group_sizes=(16, 8), progress=False)
+    wanted = generate(model)
+    done = accelerate_generate(model, progress=False)
+    assert done.sampler == "fused"
+    assert "_denoising_step" in vars(base)
+    assert torch.equal(generate(model), wanted)
+    done.undo()
+    assert torch.equal(generate(model), wanted)
+
+
+def test_offloaded_norms_and_projections_still_come_from_disk(tmp_path: Path) -> None:
+    """accelerate's hooks bring a module's weights before its forward: a forward that replaces the hook finds none."""
+    pytest.importorskip("accelerate")
+    tiny.mixtral().save_pretrained(tmp_path / "model")
+    places = {
+        "model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "disk", "lm_head": "cpu",
+        "model.layers.0.self_attn": "disk", "model.layers.0.mlp": "cpu", "model.layers.0.input_layernorm": "cpu",
+        "model.layers.0.post_attention_layernorm": "disk", "model.layers.1": "cpu",
+    }  # fmt: skip
+    model = type(tiny.mixtral()).from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=tmp_path / "offloaded"
+    )
+    quantize_experts(model, group_sizes=(16, 8), progress=False)
+    ids = IDS % 90
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+        done = accelerate_generate(model, progress=False)
+        assert (done.norms, done.projections) == (5, 1)
+        torch.testing.assert_close(model(input_ids=ids).logits, wanted, rtol=1e-5, atol=1e-5)
+        done.undo()
+        assert torch.equal(model(input_ids=ids).logits, wanted)

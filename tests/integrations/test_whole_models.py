@@ -207,3 +207,46 @@ def test_a_list_without_an_activation_is_refused_before_anything_changes() -> No
         quantize_experts(blocks, progress=False)
     assert not any(isinstance(module, QuantizedExperts) for module in blocks.modules())
     quantize_experts(blocks, ignore=["1"], progress=False)
+
+
+def test_one_string_is_one_pattern() -> None:
+    """Taken letter by letter it would match nothing, or everything."""
+    report = quantize_experts(tiny.mixtral(), ignore="layers.1", progress=False)
+    assert report.ignored == ["model.layers.1.mlp.experts"]
+
+
+@pytest.mark.parametrize("sizes", [(128,), 128, (128, 64, 3)])
+def test_group_sizes_are_two_numbers(sizes: Any) -> None:
+    with pytest.raises(ValueError, match="group_sizes must be two numbers"):
+        quantize_experts(tiny.mixtral(), group_sizes=sizes, progress=False)
+
+
+def test_layers_left_out_can_follow_with_the_same_options_only() -> None:
+    """A second call with other groups gave a checkpoint whose config.json contradicted half of its tensors."""
+    model = tiny.mixtral()
+    quantize_experts(model, group_sizes=GROUPS, ignore=["layers.1"], progress=False)
+    with pytest.raises(ValueError, match="one scheme"):
+        quantize_experts(model, group_sizes=(32, 32), progress=False)
+    assert not isinstance(model.model.layers[1].mlp.experts, QuantizedExperts)
+    report = quantize_experts(model, group_sizes=GROUPS, ignore=["layers.0"], progress=False)
+    assert [layer.name for layer in report.layers] == ["model.layers.1.mlp.experts"]
+    assert model.config.quantization_config.scheme.ignore == (), "no layer is left in 16 bits"
+
+
+@pytest.mark.parametrize("source", ["rows", "weights"])
+def test_a_backward_is_refused_whatever_it_comes_through(source: str) -> None:
+    """Kernels keep no graph: a router trained over them would get no gradient, and nobody would be told."""
+    model = tiny.mixtral()
+    quantize_experts(model, group_sizes=GROUPS, progress=False)
+    given = {"rows": torch.randn(4, 64), "weights": torch.rand(4, 2)}
+    given[source].requires_grad_()
+    out = model.model.layers[0].mlp.experts(given["rows"], torch.tensor([[0, 1]] * 4), given["weights"])
+    with pytest.raises(RuntimeError, match="have no backward"):
+        out.sum().backward()
+
+
+def test_a_backward_through_a_list_of_experts_is_refused() -> None:
+    block = nn.Sequential(tiny.ListedExperts())
+    quantize_experts(block, group_sizes=GROUPS, progress=False)
+    with pytest.raises(RuntimeError, match="have no backward"):
+        block(torch.randn(4, 64, requires_grad=True)).sum().backward()

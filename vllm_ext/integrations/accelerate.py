@@ -14,7 +14,7 @@ from vllm_ext.integrations import canvas_decoder, canvas_sampler
 from vllm_ext.integrations.canvas_decoder import CanvasDecoder
 from vllm_ext.integrations.canvas_sampler import CanvasSampler
 from vllm_ext.integrations.capture import CapturedForward, capture
-from vllm_ext.integrations.fused_layers import unsupported
+from vllm_ext.integrations.fused_layers import Watched, unsupported
 from vllm_ext.integrations.norms import Patch, patch_rms_norms
 from vllm_ext.integrations.prompt_encoder import PromptEncoder
 from vllm_ext.integrations.qkv import join_projections
@@ -51,8 +51,8 @@ class Acceleration:
     decoder    "fused layers", "the model's modules", each "captured" or not
     sampler    "fused" or "stock"
     notes      what could not be done, and why
-    relative_error  of a denoising forward's logits against the stock modules over the same (quantised) experts; None
-               unless `verify` was given
+    relative_error  of a forward's logits against the stock modules over the same (quantised) experts; None unless
+               `verify` was given
     """
 
     experts: Report | None = None
@@ -106,10 +106,15 @@ def accelerate_generate(
                   instead, with which transformers compiles and captures their forward itself
     sampler       DiffusionGemma: temperature, entropies, argmax and the drawn tokens in one pass over the vocabulary,
                   with stock code's random numbers
-    verify        prompt ids [B, T]: compare a denoising forward's logits with the stock modules', see `relative_error`
+    verify        prompt ids [B, T]: compare a forward's logits (a denoising step's, where the model denoises) with the
+                  stock modules', see `relative_error`
 
-    Raises ValueError where the experts cannot be quantised (see `quantize_experts`).
+    Raises ValueError where the experts cannot be quantised (see `quantize_experts`) or `verify` holds no prompts.
     """
+    if verify is not None and not (isinstance(verify, torch.Tensor) and verify.dim() == 2 and verify.numel()):
+        raise ValueError(
+            f"accelerate_generate: verify must be prompt ids [B, T], got {getattr(verify, 'shape', verify)}"
+        )
     done = Acceleration()
     if experts:
         try:
@@ -120,8 +125,11 @@ def accelerate_generate(
             if "already in 4 bits" not in str(error):
                 raise
             done.notes.append("the experts were in 4 bits already")
+    # What PEFT wraps generates through its own methods, which are the ones to replace.
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
     denoises = hasattr(model, "_denoising_step") and hasattr(model, "_prepare_denoiser_inputs")
-    stock = _probe(model, verify) if verify is not None and denoises else None
+    probe = _probe if denoises else _forward_logits
+    stock = None if verify is None else probe(model, verify)
     if norms:
         done.norms = _adopt(done, patch_rms_norms(model), "norms")
     if projections:
@@ -131,11 +139,10 @@ def accelerate_generate(
         _accelerate_denoising(model, done, fused, capture, sampler)
         if encoder and fused:
             _fuse_encoder(model, done)
-        if stock is not None and verify is not None:
-            found = _probe(model, verify)
-            done.relative_error = float((found - stock).norm() / stock.norm())
     elif capture:
         _use_static_cache(model, done)
+    if stock is not None and verify is not None:
+        done.relative_error = float((probe(model, verify) - stock).norm() / stock.norm())
     return done
 
 
@@ -195,6 +202,8 @@ class _DenoisingSteps:
     """Takes the place of two of `generate`'s methods; whatever it does not know goes to the stock ones."""
 
     def __init__(self, model: Any, fused: bool, captured: bool, sampler: bool) -> None:
+        self.model, self.fused = model, fused
+        self.watched = Watched(model.model.decoder, model.lm_head)
         self.stock_step: Any = type(model)._denoising_step
         self.stock_prepare: Any = type(model)._prepare_denoiser_inputs
         self.decoder = CanvasDecoder(model) if fused else None
@@ -207,6 +216,9 @@ class _DenoisingSteps:
     def prepare(self, model: Any, **inputs: Any) -> Any:
         """`_prepare_denoiser_inputs`: the prompt has been encoded, a canvas begins."""
         prepared = self.stock_prepare(model, **inputs)
+        if model is not self.model:
+            return prepared
+        self._follow_weights()
         canvas, _, masks, _ = prepared
         if self.decoder is not None:
             fresh = self.decoder.load_prefix(inputs["past_key_values"], masks, *canvas.shape)
@@ -215,9 +227,22 @@ class _DenoisingSteps:
             self.captured.new_canvas()
         return prepared
 
+    def _follow_weights(self) -> None:
+        """Make anew what was joined from, or captured over, weights that have been moved or replaced since."""
+        if not self.watched.changed():
+            return
+        self.watched = Watched(self.model.model.decoder, self.model.lm_head)
+        self.graph = None
+        self.captured = self.captured and CapturedForward(self.model)
+        if self.fused:
+            reason = canvas_decoder.supports(self.model)
+            if reason is not None:
+                logger.warning("accelerate_generate: the model's own modules run, for fused layers cannot: %s", reason)
+            self.decoder = CanvasDecoder(self.model) if reason is None else None
+
     def step(self, model: Any, **inputs: Any) -> Any:
-        """`_denoising_step`."""
-        if set(inputs) - _STEP_ARGUMENTS:
+        """`_denoising_step`. A copy of the model, which has these methods too, takes the stock step."""
+        if model is not self.model or set(inputs) - _STEP_ARGUMENTS:
             return self.stock_step(model, **inputs)
         unknown = canvas_sampler.supports(
             inputs["sampler"], inputs["logits_processor"], inputs["diffusion_stopping_criteria"]
@@ -271,7 +296,7 @@ class _DenoisingSteps:
             decoder.start_canvas()
         elif given.data_ptr() != decoder.processed.data_ptr():
             decoder.condition_on(given)
-        if not self.graphs:
+        if not self.graphs or not canvas.is_cuda:
             return decoder.logits(canvas, positions)
         if self.graph is None:
             self.ids, self.positions = canvas.clone(), positions.clone()
@@ -288,6 +313,13 @@ class _DenoisingSteps:
         canvas = inputs["decoder_input_ids"]
         raw = self._logits(inputs, canvas, inputs["decoder_position_ids"]).float().view(*canvas.shape, -1)
         return types.SimpleNamespace(logits=torch.tanh(raw / decoder.softcap) * decoder.softcap)
+
+
+@torch.no_grad()
+def _forward_logits(model: Any, prompt: torch.Tensor) -> torch.Tensor:
+    given = {"decoder_input_ids": prompt[:, :1]} if model.config.is_encoder_decoder else {}
+    logits: torch.Tensor = model(input_ids=prompt, **given).logits
+    return logits.float()
 
 
 @torch.no_grad()

@@ -220,6 +220,13 @@ def join_projections(projections: Sequence[PackedProjection]) -> tuple[Quantized
     return join_quantized(first, stack=True), join_quantized(second, stack=True)
 
 
+def earlier_scheme(model: Any) -> Scheme | None:
+    """The scheme of the experts that are in 4 bits already, None where the model names none."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    found = getattr(getattr(base, "config", None), "quantization_config", None)
+    return found.scheme if isinstance(found, W4A16Config) else None
+
+
 def mark_quantized(model: Any, scheme: Scheme) -> None:
     """Let transformers know: `save_pretrained` writes the quantization_config, and the tensors need no conversion."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -142,6 +142,7 @@ class LayerGraphs:
 
     def _give_up(self, error: RuntimeError) -> None:
         self.broken = True
+        self.clear()
         logger.warning("vllm_ext: experts are launched kernel by kernel, recording them failed: %s", error)
 
     def _plain(self, key: Any, call: Call, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

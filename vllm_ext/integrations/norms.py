@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,14 +113,23 @@ def patch_rms_norms(model: nn.Module) -> Patch:
         eps = next(
             getattr(module, n) for n in ("eps", "variance_epsilon") if isinstance(getattr(module, n, None), float)
         )
-        module.forward = _FusedForward(module, eps, known[0])
+        patch._undo.append(set_forward(module, _FusedForward(module, eps, known[0])))
         patch.count += 1
-        patch._undo.append(_forget_forward(module))
     return patch
 
 
-def _forget_forward(module: nn.Module) -> Callable[[], None]:
+def set_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Let `module` compute `forward`; the returned function restores its class's own.
+
+    accelerate's hooks, which bring inputs and offloaded weights to a module's device, call `_old_forward`: they go on.
+    """
+    own: dict[str, Any] = module.__dict__
+    own["_old_forward" if "_hf_hook" in own and "_old_forward" in own else "forward"] = forward
+
     def undo() -> None:
-        module.__dict__.pop("forward", None)
+        if own.get("forward") is forward:
+            del own["forward"]
+        elif own.get("_old_forward") is forward:
+            own["_old_forward"] = types.MethodType(type(module).forward, module)
 
     return undo

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_ext.integrations.fused_layers import FusedLayer, LayerStack
+from vllm_ext.integrations.fused_layers import FusedLayer, LayerStack, Watched, unsupported
 from vllm_ext.ops.fused import norm_rope_heads
 
 _KNOWN = frozenset(("return_dict", "use_cache"))
@@ -19,7 +19,13 @@ class PromptEncoder:
     def __init__(self, text_model: Any) -> None:
         self.text_model = text_model
         self.stock = text_model.forward
-        self.stack = LayerStack(text_model.layers, text_model.norm, text_model.config)
+        self._build()
+
+    def _build(self) -> None:
+        model = self.text_model
+        usable = unsupported(model.layers) is None
+        self.stack: Any = LayerStack(model.layers, model.norm, model.config) if usable else None
+        self.watched = Watched(model)
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """A BaseModelOutputWithPast."""
@@ -33,6 +39,10 @@ class PromptEncoder:
             args or extra or config.output_attentions or config.output_hidden_states or torch.is_grad_enabled()
         )
         if not plain or cache is None or positions is None or not isinstance(masks, dict) or not _are_4d(masks):
+            return self.stock(*args, **inputs)
+        if self.watched.changed():
+            self._build()
+        if self.stack is None:
             return self.stock(*args, **inputs)
         if embeds is None:
             embeds = self.text_model.embed_tokens(inputs["input_ids"])

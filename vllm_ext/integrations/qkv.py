@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vllm_ext.integrations.norms import Patch
+from vllm_ext.integrations.norms import Patch, set_forward
 
 QKV = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
@@ -39,6 +39,9 @@ class SharedProjection:
     def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """Columns of layer `index` for input `x`."""
         layer = self.layers[index]
+        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and layer.weight.requires_grad):
+            # A compiler sees no addresses, and the joined matrix would keep gradients from the layers.
+            return F.linear(x, layer.weight, layer.bias)
         if layer.weight.data_ptr() - self.weight.data_ptr() != self._offset(index) or layer.weight.device != x.device:
             # Moved, reloaded or merged since: the joined matrix is no longer what the layer holds.
             return F.linear(x, layer.weight, layer.bias)
@@ -52,6 +55,16 @@ class SharedProjection:
 
     def _offset(self, index: int) -> int:
         return sum(self.widths[:index]) * self.weight.shape[1] * self.weight.element_size()
+
+
+class _Part:
+    """A layer's forward. Not a closure: a copy of the model must compute with the copy's layers."""
+
+    def __init__(self, shared: SharedProjection, index: int) -> None:
+        self.shared, self.index = shared, index
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        return self.shared.part(self.index, input)
 
 
 def _candidates(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
@@ -89,21 +102,9 @@ def join_projections(model: nn.Module, *, qkv: bool = True, gate_up: bool = True
             shared = SharedProjection.__new__(SharedProjection)
             shared.__dict__.update(joined[key].__dict__, layers=layers, _source=None, _parts={})
             for index, layer in enumerate(layers):
-                _redirect(layer, shared, index)
-                patch._undo.append(_restore(layer))
+                patch._undo.append(set_forward(layer, _Part(shared, index)))
             patch.count += 1
     return patch
-
-
-def _redirect(layer: nn.Linear, shared: SharedProjection, index: int) -> None:
-    layer.forward = lambda x: shared.part(index, x)  # type: ignore[method-assign, assignment]
-
-
-def _restore(layer: nn.Linear) -> Any:
-    def undo() -> None:
-        layer.__dict__.pop("forward", None)
-
-    return undo
 
 
 def merge_lora(model: Any) -> Any:

@@ -23,7 +23,7 @@ class _NoBackward(torch.autograd.Function):
     """Gives an output computed without gradients a backward that says why there is none."""
 
     @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, out: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
         return out.clone()
 
     @staticmethod
@@ -65,8 +65,9 @@ class QuantizedExperts(nn.Module):
             self._plain = (w13, w2)
         self.scale_dtype = w13.scale.dtype
         self._keep_biases(weights)
-        # None launches kernel by kernel, as `quantize_experts(replay=False)` asks.
-        self.graphs: LayerGraphs | None = LayerGraphs()
+        # None launches kernel by kernel: `quantize_experts(replay=False)` asks for it, and where experts are called one
+        # by one, rows differ from call to call.
+        self.graphs: LayerGraphs | None = LayerGraphs() if weights.calling != "each" else None
 
     def _describe(self, weights: ExpertWeights) -> None:
         self.identity = weights.identity
@@ -108,8 +109,8 @@ class QuantizedExperts(nn.Module):
             buffers: Any = self._buffers
             addresses = tuple([buffers[name].data_ptr() for name in self.tensor_names])
             out = self.graphs(self.computed, addresses, x, top_k_index, top_k_weights)
-        if recording and x.requires_grad:
-            refused: torch.Tensor = _NoBackward.apply(out, x)  # type: ignore[no-untyped-call]
+        if recording:
+            refused: torch.Tensor = _NoBackward.apply(out.detach(), x, top_k_weights)  # type: ignore[no-untyped-call]
             return refused
         return out
 
@@ -251,9 +252,8 @@ class OneExpert(nn.Module):
         """[..., H] to [..., H]."""
         x = hidden_states.reshape(-1, self.experts.hidden_dim)
         ids = torch.full((x.shape[0], 1), self.expert, dtype=torch.int32, device=x.device)
-        # Not replayed: how many rows an expert gets differs from call to call.
-        run = self.experts.routed if isinstance(self.experts, DequantizingExperts) else self.experts.computed
-        return run(x, ids, torch.ones_like(ids, dtype=torch.float32)).view(hidden_states.shape)
+        weights = torch.ones_like(ids, dtype=torch.float32)
+        return self.experts.routed(x, ids, weights).view(hidden_states.shape)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

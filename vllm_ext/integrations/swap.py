@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -141,6 +141,7 @@ def quantize_experts(
                  adapters on other modules. Each layer's 16-bit experts are freed before the next layer is packed.
     group_sizes  columns of a group along the hidden size (gate and up), and along the intermediate size (down)
     ignore       expert layers to leave as they are: names matched by component, or "re:" and a regular expression
+                 (one string is one pattern)
     backend      "auto" (by device), "triton", "cpu" or "reference"; see `vllm_ext.ops.moe.prepare_experts`
     progress     show a bar on stderr
     symmetric, zero_point, method  as in `vllm_ext.quantization.Scheme`
@@ -149,23 +150,37 @@ def quantize_experts(
                  Takes the memory of one layer's intermediates; switch it off where that matters more
 
     Weights that several modules share (DiffusionGemma's encoder and decoder) are packed once and stay shared.
+    Layers that an earlier call left out can follow in another, with the same options.
     Raises ValueError when the model has no experts in 16 bits, or they are not in memory, or values do not fit.
     """
+    if not isinstance(group_sizes, (tuple, list)) or len(group_sizes) != 2:
+        raise ValueError(
+            f"quantize_experts: group_sizes must be two numbers, (hidden, intermediate), got {group_sizes!r}"
+        )
     scheme = Scheme(
         group_size_w13=group_sizes[0],
         group_size_w2=group_sizes[1],
         symmetric=symmetric,
         zero_point=zero_point,
         method=method,
-        ignore=tuple(ignore),
+        ignore=(ignore,) if isinstance(ignore, str) else tuple(ignore),
     )
+    from vllm_ext.integrations.hf_quantizer import earlier_scheme, mark_quantized
+
     _check_adapters(model)
     found = find_experts(model)
     chosen = {name: module for name, module in found.items() if not is_ignored(name, scheme.ignore)}
-    for pattern in unmatched(scheme.ignore, list(found)):
+    packed = [name for name, module in model.named_modules() if isinstance(module, QuantizedExperts)]
+    earlier = earlier_scheme(model) if packed else None
+    for pattern in unmatched(scheme.ignore, [*found, *packed]):
         logger.warning("quantize_experts: ignore pattern %r matches no experts of this model", pattern)
     if not chosen:
         raise ValueError(_nothing_found(model, found))
+    if earlier is not None and replace(earlier, ignore=scheme.ignore) != scheme:
+        raise ValueError(
+            f"quantize_experts: {len(packed)} expert layers are in 4 bits already, as {earlier}; a checkpoint has one "
+            "scheme, so quantise the others with the same options"
+        )
     for name, module in chosen.items():
         _check_present(name, module)
         check_readable(module, name)
@@ -186,17 +201,17 @@ def quantize_experts(
         bar.update(done)
     bar.finish(done)
     report.seconds = time.monotonic() - start
-    from vllm_ext.integrations.hf_quantizer import mark_quantized
-
+    if any(is_ignored(name, scheme.ignore) for name in packed):
+        scheme = replace(scheme, ignore=tuple(report.ignored))
     mark_quantized(model, scheme)
     return report
 
 
 def _nothing_found(model: nn.Module, found: dict[str, nn.Module]) -> str:
+    if any(isinstance(module, QuantizedExperts) for module in model.modules()):
+        return "quantize_experts: the experts are already in 4 bits" + (", but for those ignored" if found else "")
     if found:
         return f"quantize_experts: all {len(found)} expert layers are ignored; loosen `ignore`"
-    if any(isinstance(module, QuantizedExperts) for module in model.modules()):
-        return "quantize_experts: the experts are already in 4 bits"
     return (
         f"quantize_experts: {type(model).__name__} has no routed experts in a known layout; looked for modules called "
         "'experts' that hold gate_up_proj or up_proj and down_proj, or a list of expert MLPs"
