@@ -123,6 +123,16 @@ def test_the_callers_own_processors_go_through_stock_code(swapped: Any) -> None:
     assert int(found[:, 20:].min()) >= 200
 
 
+def test_arguments_it_does_not_know_reach_the_stock_step(swapped: Any) -> None:
+    """A later transformers may pass more to a step: dropping it in silence would change what is generated."""
+    done = accelerate_generate(swapped, progress=False)
+    try:
+        with pytest.raises(TypeError, match="_denoising_step"):
+            swapped._denoising_step(guidance=1.5)
+    finally:
+        done.undo()
+
+
 def test_stopping_early_agrees(swapped: Any) -> None:
     """Rows of a batch stop at different steps; a finished row must not change any more."""
 

@@ -48,6 +48,8 @@ def test_forward_uses_the_new_weights(module_name: str, class_name: str) -> None
     changed = float((wanted - before).norm() / before.norm())
     assert error < 1e-2 < 3 * changed, (error, changed)
     assert error < changed / 3
+    # `write_back` undoes what reading did: a gate taken for an up projection shows against the first weights only.
+    assert changed < 0.4
     with torch.no_grad():
         for buffer in model.experts.buffers():
             if buffer.dtype in (torch.uint8, torch.int16, torch.int32):
@@ -69,6 +71,19 @@ def test_a_foreign_expert_adds_nothing(name: str) -> None:
             model.experts(x, foreign, weights), model.experts(x, ids, absent), rtol=1e-5, atol=1e-5
         )
     assert foreign[2, 1] == tiny.EXPERTS
+
+
+def test_identity_experts_hand_their_input_through() -> None:
+    """LongCat-Flash: every index from the number of experts on, the first one included, returns the row itself."""
+    experts = tiny.make_experts(*next(family for family in FAMILIES if family[1] == "LongcatFlashExperts"))
+    stock, model = copy.deepcopy(experts), holder(experts)
+    quantize_experts(model, group_sizes=(16, 8), progress=False)
+    tiny.write_back(stock, *(weight.dequantize(torch.float32) for weight in model.experts.quantized()))
+    x, ids, weights = tiny.inputs()
+    ids[1, 0], ids[3, 1] = tiny.EXPERTS, tiny.EXPERTS + 1
+    with torch.no_grad():
+        wanted, found = stock(x, ids, weights), model.experts(x, ids, weights)
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-2
 
 
 def test_training_through_the_experts_is_refused_with_the_reason() -> None:
