@@ -152,3 +152,16 @@ def test_device_maps_and_their_hooks_are_kept(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "packed")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", device_map="auto")
     assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("family", ["switch", "nllb"])
+def test_what_could_not_be_loaded_again_is_not_saved(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder that nobody can load looks like a saved model until the model is gone."""
+    model = getattr(tiny, family)()
+    quantize_experts(model, group_sizes=GROUPS, progress=False)
+    with pytest.raises(ValueError, match="not serializable"):
+        model.save_pretrained(tmp_path / "model")
+    assert "dictionaries of experts" in caplog.text
+    assert not list(tmp_path.glob("model/*.safetensors"))

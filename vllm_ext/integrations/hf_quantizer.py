@@ -7,6 +7,7 @@ the rest, and afterwards the packed experts are read layer by layer, from the sa
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from vllm_ext.integrations.expert_layouts import read_experts, weight_parameters
+from vllm_ext.integrations.quantized_experts import OneExpert
 from vllm_ext.integrations.swap import find_experts, projection_names, put_in_place, quantize_experts
 from vllm_ext.quantization import QUANT_METHOD, QuantizedWeight, Scheme, join_quantized
 from vllm_ext.quantization.checkpoint import Checkpoint
@@ -27,6 +29,8 @@ from vllm_ext.quantization.names import is_ignored
 from vllm_ext.quantization.packed_source import PackedProjection, find_packed
 from vllm_ext.quantization.scheme import VERSION
 from vllm_ext.quantization.tensor_file import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 # What transformers finds in the files and not in the model: read by us.
 _OURS = r"experts\.(.*\.)?\w+_(packed|scale|zero_point|shape)$"
@@ -67,6 +71,7 @@ class W4A16Quantizer(HfQuantizer):
         self.files: Sequence[str] = ()
         self.pending: dict[str, dict[str, nn.Parameter]] = {}
         self.all_packed = False
+        self.serializable = True
 
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
@@ -146,8 +151,10 @@ class W4A16Quantizer(HfQuantizer):
         return [c for c in weight_conversions if not all("experts" in target for target in c.target_patterns)]
 
     def is_serializable(self, **kwargs: Any) -> bool:
-        """Checkpoints can be written."""
-        return True
+        """Whether a checkpoint can be written: not of dictionaries of experts, whose names it has no place for."""
+        if not self.serializable:
+            logger.warning("%s: dictionaries of experts (Switch, NLLB) cannot be saved in 4 bits", QUANT_METHOD)
+        return self.serializable
 
     @property
     def is_trainable(self) -> bool:
@@ -235,6 +242,10 @@ def mark_quantized(model: Any, scheme: Scheme) -> None:
         return
     config.quantization_config = W4A16Config(**scheme.to_dict())
     base.hf_quantizer = W4A16Quantizer(config.quantization_config, pre_quantized=True)
+    base.hf_quantizer.serializable = not any(
+        isinstance(module, nn.ModuleDict) and any(isinstance(child, OneExpert) for child in module.children())
+        for module in base.modules()
+    )
     base.is_quantized = True
     base.quantization_method = QUANT_METHOD
 
