@@ -50,7 +50,7 @@ class FusedLayer:
 class Watched:
     """Tells when weights were moved, replaced or written to since the last look: what was derived from them is stale.
 
-    A look costs about half a microsecond a tensor.
+    A look takes some 0.3 us a tensor, so once a canvas is cheap.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
