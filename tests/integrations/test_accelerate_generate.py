@@ -229,6 +229,19 @@ def test_joined_projections_share_one_matrix_and_follow_new_weights() -> None:
     patch.undo()
 
 
+def test_layers_of_one_group_asked_about_different_inputs() -> None:
+    """Cross attention asks q about one sequence, k and v about another."""
+    model = tiny.mixtral()
+    attention = model.model.layers[0].self_attn
+    x, y = torch.randn(2, 3, 5, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = [attention.q_proj(x), attention.k_proj(y), attention.v_proj(y)]
+        join_projections(model)
+        found = [attention.q_proj(x), attention.k_proj(y), attention.v_proj(y)]
+    for one, two in zip(wanted, found, strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-5)
+
+
 def test_adapters_are_merged_before_joining() -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(tiny.mixtral(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
