@@ -14,7 +14,7 @@ Config = dict[str, Any]
 
 
 class Weights:
-    """Named random tensors, drawn on `device` and kept on `store`; every matrix keeps the size of what it multiplies."""
+    """Named random tensors, drawn on `device`, kept on `store`; every matrix keeps the size of what it multiplies."""
 
     def __init__(self, seed: int, device: str = "cpu", store: str = "cpu") -> None:
         self.generator = torch.Generator(device).manual_seed(seed)
