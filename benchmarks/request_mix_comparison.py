@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -137,13 +137,13 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 @contextmanager
-def exact_kernels() -> Iterator[None]:
-    """Within, every ha_npu prefill is computed token by token in FP64."""
+def replaced_kernels(replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Within, every ha_npu prefill runs `replace(operator)` in place of the operator."""
     import vllm_ext.model_executor.linear_attention as module
 
     right = {name: getattr(module, name) for name in ("chunk_gated_delta_rule", "chunk_kda")}
     for name, operator in right.items():
-        setattr(module, name, partial(operator, backend="reference"))
+        setattr(module, name, replace(operator))
     try:
         yield
     finally:
@@ -193,7 +193,7 @@ class Judge:
 
     def _truth(self, mix: Mix, answer: Answer, where: Disagreement) -> list[torch.Tensor]:
         tokens = (*mix.requests[where.request].prompt_token_ids, *answer.tokens)[: where.computed]
-        with exact_kernels():
+        with replaced_kernels(lambda operator: partial(operator, backend="reference")):
             alone = self.engine.run(Mix((MixRequest(tokens, 1, 0),), len(tokens)))
         return alone[0].states[0, where.computed]
 

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-from vllm_ext.benchmarks.request_mix_comparison import Comparison, Judge, Tolerance
+from vllm_ext.benchmarks.request_mix_comparison import Comparison, Judge, Tolerance, replaced_kernels
 from vllm_ext.benchmarks.request_mixes import Answer, Mix, MixEngine, MixRequest
 
 
-@contextmanager
-def wrong_kernel(change: Callable[..., dict[str, Any]]) -> Iterator[None]:
+def wrong_kernel(change: Callable[..., dict[str, Any]]) -> AbstractContextManager[None]:
     """Within, every ha_npu prefill gets `change(**call)` in place of its operands: for checks that must notice."""
-    import vllm_ext.model_executor.linear_attention as module
-
-    right = {name: getattr(module, name) for name in ("chunk_gated_delta_rule", "chunk_kda")}
 
     def changed(operator: Callable[..., Any]) -> Callable[..., Any]:
         names = ("q", "k", "v", "g", "beta")
         return lambda *args, **kwargs: operator(**change(**dict(zip(names, args, strict=False)), **kwargs))
 
-    for name, operator in right.items():
-        setattr(module, name, changed(operator))
-    try:
-        yield
-    finally:
-        for name, operator in right.items():
-            setattr(module, name, operator)
+    return replaced_kernels(changed)
 
 
 REFUSED_LENGTH = 13

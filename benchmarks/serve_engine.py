@@ -20,7 +20,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from vllm_ext.benchmarks.engine_ports import claim_ports
+from vllm_ext.benchmarks.engine_children import PRELOAD, begin, inspect_models_in_process
 
 Answer = dict[str, Any]
 OUR_METHOD = "w4a16-grouped"
@@ -28,8 +28,6 @@ OUR_METHOD = "w4a16-grouped"
 # of vLLM than the process may that an engine's core is forked from.
 DRAWN = "vllm_ext_drawn"
 EXTENSION = "vllm_ext.benchmarks.serve_weights.DrawsWeights"
-# Not vLLM's worker: what it imports asks for the GPU, and a CUDA context does not survive a fork.
-_PRELOAD = ("torch", "transformers", "vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine")
 _MODEL_INFOS = "modelinfos"
 _NUMBERS = itertools.count()
 
@@ -99,7 +97,7 @@ def own_ports() -> dict[str, str]:
 def import_vllm_once() -> ForkServerContext:
     """Start the process that engines are forked from; without the plugin, which an engine registers itself."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOAD))
+    context.set_forkserver_preload(list(PRELOAD))
     before = os.environ.get("VLLM_PLUGINS")
     os.environ["VLLM_PLUGINS"] = ""
     try:
@@ -124,19 +122,15 @@ def inspect_models(context: ForkServerContext, models: list[str], cache: Path, t
 
 def _inspect(models: list[str]) -> None:
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.models import registry
 
-    registry._run_in_subprocess = lambda look: look()
+    inspect_models_in_process()
     for model in models:
         EngineArgs(model=model, skip_tokenizer_init=True).create_model_config()
 
 
 def _in_child(function: Any, arguments: tuple[Any, ...], log: str, environment: dict[str, str]) -> None:
     os.setsid()
-    with open(log, "w", encoding="utf-8") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    claim_ports()
+    begin(log)
     os.environ.update(environment)
     function(*arguments)
 

@@ -14,10 +14,8 @@ from collections.abc import Callable
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
-from vllm_ext.benchmarks.engine_ports import claim_ports
+from vllm_ext.benchmarks.engine_children import PRELOAD, begin, inspect_models_in_process
 
-# Not the worker: with it come kernels whose import asks for the GPU, and a CUDA context does not survive a fork.
-_PRELOAD = ("torch", "transformers", "vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine")
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -29,7 +27,7 @@ def context(environment: dict[str, str]) -> ForkServerContext:
     """The server's context; `environment` is added to this process's and so to that of every engine's."""
     os.environ |= {**ENVIRONMENT, **environment}
     found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(list(_PRELOAD))
+    found.set_forkserver_preload(list(PRELOAD))
     return found
 
 
@@ -47,20 +45,10 @@ def start(
 
 
 def _logged(function: Callable[..., None], arguments: tuple[object, ...], log: Path, patience: float) -> None:
-    with log.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    begin(log)
     faulthandler.dump_traceback_later(patience)
-    claim_ports()
     inspect_models_in_process()
     function(*arguments)
-
-
-def inspect_models_in_process() -> None:
-    """Let vLLM look at a model's class here: it starts an interpreter for that, which imports everything once more."""
-    from vllm.model_executor.models import registry
-
-    registry._run_in_subprocess = lambda look: look()
 
 
 def join(process: ForkServerProcess, deadline: float) -> None:

@@ -1,0 +1,29 @@
+"""What processes with a vLLM engine begin with, where several are forked from one that has imported vLLM."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Not vLLM's worker: what it imports asks for the GPU, and a CUDA context does not survive a fork.
+PRELOAD = ("torch", "transformers", "vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine")
+_FIRST, _COUNT, _EACH = 12000, 500, 40
+
+
+def begin(log: Path | str) -> None:
+    """Send this process's output to `log`, and have its engine search from a port of its own, by the process id.
+
+    vLLM asks the system for a free port, lets go of it and opens it later. Of engines started together two got the
+    same: one ended because the address was in use, others waited for a store that was not theirs until they were ended.
+    """
+    with open(log, "w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ["VLLM_PORT"] = str(_FIRST + os.getpid() % _COUNT * _EACH)
+
+
+def inspect_models_in_process() -> None:
+    """Let vLLM look at a model's class here: it starts an interpreter for that, which imports everything once more."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
