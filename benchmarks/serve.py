@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -103,10 +104,15 @@ class Serving:
     rounds: list[dict[str, dict[str, dict[str, float]]]] = field(default_factory=list)
 
     def drop(self, name: str, reason: str) -> None:
-        """Go on without an arm."""
+        """Go on without an arm, and keep its log beside the document."""
         print(f"{self.document['options']['shape']}, {name}: {reason}", file=sys.stderr, flush=True)
         self.document["failed"][name] = reason
-        self.engines.pop(name).close(1)
+        engine = self.engines.pop(name)
+        engine.close(1)
+        if engine.log.exists():
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(engine.log, self.output.with_name(f"{self.output.stem}.{engine.log.name}"))
+        write_json(self.output, self.document)
 
 
 def start_arms(args: argparse.Namespace, serving: Serving, context: Any, paths: dict[str, Path], folder: Path) -> None:
@@ -217,18 +223,25 @@ def one_round(
 def summarise(
     plan: list[dict[str, Any]], rounds: list[dict[str, dict[str, dict[str, float]]]], names: list[str]
 ) -> list[dict[str, Any]]:
-    """One row a cell and arm: the median rate, its ratio to the other arms' of the same round, every sample."""
+    """One row a cell and arm: the median rate, its ratio to the other arms' of the same round, every sample.
+
+    An arm that failed keeps the rounds it was in; a cell that it never reached has no row.
+    """
     rows = []
     for cell in plan:
-        samples = {name: [done[cell["cell"]][name]["rate"] for done in rounds] for name in names}
+        done = [found[cell["cell"]] for found in rounds]
         for name in names:
-            row: dict[str, Any] = {**cell, "arm": name, "tokens_per_second": statistics.median(samples[name])}
-            row["distinct"] = statistics.median(done[cell["cell"]][name]["distinct"] for done in rounds)
+            mine = [found[name] for found in done if name in found]
+            if not mine:
+                continue
+            row: dict[str, Any] = {**cell, "arm": name}
+            row["tokens_per_second"] = statistics.median(one["rate"] for one in mine)
+            row["distinct"] = statistics.median(one["distinct"] for one in mine)
             for other in names:
-                if other != name:
-                    pairs = zip(samples[name], samples[other], strict=True)
-                    row[f"times {other}"] = statistics.median(mine / theirs for mine, theirs in pairs)
-            rows.append({**row, "samples": samples[name]})
+                ratios = [found[name]["rate"] / found[other]["rate"] for found in done if {name, other} <= found.keys()]
+                if other != name and ratios:
+                    row[f"times {other}"] = statistics.median(ratios)
+            rows.append({**row, "samples": [one["rate"] for one in mine]})
     return rows
 
 
@@ -249,7 +262,7 @@ def time_arms(serving: Serving, number: int, args: argparse.Namespace) -> None:
     plan = cells(args)
     serving.rounds.append(one_round(serving, order, plan, seed=number))
     serving.document["orders"].append(order)
-    rows = summarise(plan, serving.rounds, list(serving.engines))
+    rows = summarise(plan, serving.rounds, args.arms)
     serving.document["rows"] = add_bounds(rows, serving.shape, args.layers)
     write_json(serving.output, serving.document)
     print(f"{serving.document['options']['shape']}: round {number + 1} of {args.rounds}", flush=True)
@@ -286,7 +299,8 @@ def measure(args: argparse.Namespace, servings: list[Serving], folder: Path) -> 
             for serving in servings:
                 if number and time.monotonic() - begin > args.seconds:
                     return
-                time_arms(serving, number, args)
+                if serving.engines:
+                    time_arms(serving, number, args)
     finally:
         engines = [engine for serving in servings for engine in serving.engines.values()]
         for engine in engines:
@@ -324,7 +338,13 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--rounds, --layers and --batches are at least 1")
     if args.loading and not args.files:
         parser.error("--loading measures how checkpoints load; add --files")
+    signal.signal(signal.SIGTERM, _end)
     return run(args)
+
+
+def _end(number: int, frame: Any) -> None:
+    """Asked to end: engines end too, and what was measured is written."""
+    raise SystemExit(128 + number)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -350,11 +370,11 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if args.workdir is None:
             shutil.rmtree(folder, ignore_errors=True)
-    for serving in servings:
-        write_json(serving.output, serving.document)
-        print(f"{table(serving.document)}\nWrote {serving.output}")
-        if serving.document["rows"]:
-            picture = serving.output.with_suffix(".png")
-            chart(serving.document, picture)
-            print(f"Wrote {picture}")
+        for serving in servings:
+            write_json(serving.output, serving.document)
+            print(f"{table(serving.document)}\nWrote {serving.output}", flush=True)
+            if serving.document["rows"]:
+                picture = serving.output.with_suffix(".png")
+                chart(serving.document, picture)
+                print(f"Wrote {picture}", flush=True)
     return 1 if any(serving.document["failed"] for serving in servings) else 0

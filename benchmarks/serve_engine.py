@@ -8,7 +8,6 @@ processes at once takes longer than all else that an engine does before it is re
 from __future__ import annotations
 
 import contextlib
-import itertools
 import multiprocessing
 import os
 import random
@@ -29,7 +28,6 @@ OUR_METHOD = "w4a16-grouped"
 DRAWN = "vllm_ext_drawn"
 EXTENSION = "vllm_ext.benchmarks.serve_weights.DrawsWeights"
 _MODEL_INFOS = "modelinfos"
-_NUMBERS = itertools.count()
 
 
 def prompts(count: int, length: int, vocabulary: int, seed: int) -> list[dict[str, list[int]]]:
@@ -87,11 +85,6 @@ class Served:
         (answer,) = self.llm.generate(prompts(1, length, self.vocabulary, seed), sampling, use_tqdm=False)
         pairs = list(zip(answer.prompt_token_ids, answer.prompt_logprobs, strict=True))[1:]
         return {"log_probs": [entry[token].logprob for token, entry in pairs]}
-
-
-def own_ports() -> dict[str, str]:
-    """Where an engine looks for free ports: engines that start at the same time were given the same one."""
-    return {"VLLM_PORT": str(10000 + 100 * ((os.getpid() + next(_NUMBERS)) % 220))}
 
 
 def import_vllm_once() -> ForkServerContext:
@@ -177,7 +170,7 @@ class EngineProcess:
         if cache is not None and (cache / _MODEL_INFOS).exists():
             shutil.copytree(cache / _MODEL_INFOS, own / _MODEL_INFOS, dirs_exist_ok=True)
         self._connection, theirs = context.Pipe()
-        arguments = (_serve, (theirs, spec), str(self.log), {"VLLM_CACHE_ROOT": str(own), **own_ports(), **environment})
+        arguments = (_serve, (theirs, spec), str(self.log), {"VLLM_CACHE_ROOT": str(own), **environment})
         self._process = context.Process(target=_in_child, args=arguments)
         self._process.start()
         theirs.close()

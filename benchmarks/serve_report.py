@@ -79,6 +79,11 @@ def add_bounds(
     return rows
 
 
+def _shown(cell: dict[str, dict[str, Any]], arm: str, key: str, form: str) -> str:
+    """A figure of a cell's row, or nothing where an arm failed before it."""
+    return form.format(cell[arm][key]) if key in cell.get(arm, {}) else ""
+
+
 def table(document: dict[str, Any]) -> str:
     """The results as Markdown: one line a cell."""
     by_cell: dict[str, dict[str, dict[str, Any]]] = {}
@@ -92,10 +97,11 @@ def table(document: dict[str, Any]) -> str:
         head += [f"{arm} / {other}" for other in (BASE, PEER) if other in arms and other != arm]
     lines = [[*head, *(f"{arm}, bound" for arm in bounded), "experts' share of BF16", "wanted"]]
     for cell, found in by_cell.items():
-        line = [cell, *(f"{found[arm]['tokens_per_second']:,.0f}" for arm in arms)]
+        line = [cell, *(_shown(found, arm, "tokens_per_second", "{:,.0f}") for arm in arms)]
         for arm in compared:
-            line += [f"{found[arm][f'times {other}']:.2f}x" for other in (BASE, PEER) if other in arms and other != arm]
-        line += [f"{found[arm]['bound']:.2f}x" if "bound" in found[arm] else "" for arm in bounded]
+            others = [other for other in (BASE, PEER) if other in arms and other != arm]
+            line += [_shown(found, arm, f"times {other}", "{:.2f}x") for other in others]
+        line += [_shown(found, arm, "bound", "{:.2f}x") for arm in bounded]
         shares = [row["experts_share"] for row in found.values() if "experts_share" in row]
         line.append(f"{shares[0]:.0%}" if shares else "")
         line.append(f"{TARGETS[cell]:.2f}x" if cell in TARGETS else "")
@@ -123,14 +129,17 @@ def chart(document: dict[str, Any], path: Path) -> None:
     width = 0.8 / max(1, len(arms))
     for index, arm in enumerate(arms):
         mine = {row["cell"]: row for row in rows if row["arm"] == arm}
-        places = [number + (index - (len(arms) - 1) / 2) * width for number in range(len(cells))]
-        bars = axis.bar(places, [mine[cell][f"times {BASE}"] for cell in cells], width * 0.92, label=arm)
-        axis.bar_label(bars, fmt="%.2f", fontsize=7)
-        bounds = [
-            (place, mine[cell]["bound"]) for place, cell in zip(places, cells, strict=True) if "bound" in mine[cell]
-        ]
-        for place, bound in bounds:
-            axis.plot([place - width / 2, place + width / 2], [bound, bound], color="black", linewidth=1)
+        places = {cell: number + (index - (len(arms) - 1) / 2) * width for number, cell in enumerate(cells)}
+        places = {cell: place for cell, place in places.items() if cell in mine}
+        heights = [mine[cell][f"times {BASE}"] for cell in places]
+        bars = axis.bar(list(places.values()), heights, width * 0.92, label=arm)
+        axis.bar_label(bars, fmt="%.2f", fontsize=8, color="white", label_type="center")
+        for cell, place in places.items():
+            if bound := mine[cell].get("bound"):
+                axis.plot([place - width / 2, place + width / 2], [bound, bound], color="black", linewidth=1)
+                axis.annotate(
+                    f"{bound:.2f}", (place, bound), (0, 2), textcoords="offset points", fontsize=7, ha="center"
+                )
     axis.plot([], [], color="black", linewidth=1, label="Amdahl bound by layer times")
     wanted = [(number, TARGETS[cell]) for number, cell in enumerate(cells) if cell in TARGETS]
     if wanted:

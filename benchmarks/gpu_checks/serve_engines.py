@@ -238,10 +238,9 @@ def write_models(engines: dict[str, Engine], folder: Path) -> dict[str, str]:
     return models
 
 
-def in_own_group(ports: dict[str, str], function: Any, *arguments: Any) -> None:
+def in_own_group(function: Any, *arguments: Any) -> None:
     """Call a job so that it can be ended with the processes it starts."""
     os.setsid()
-    os.environ |= ports
     function(*arguments)
 
 
@@ -253,8 +252,6 @@ def side_by_side(
 
     One that fails or runs out of time answers {"error": the end of its log}.
     """
-    from vllm_ext.benchmarks.serve_engine import own_ports
-
     begin = time.monotonic()
     server = engine_processes.context(ENVIRONMENT)
     waiting, running, answers = list(jobs), dict[str, Running](), dict[str, Answer]()
@@ -262,7 +259,7 @@ def side_by_side(
         while waiting and len(running) < args.at_once:
             name = waiting.pop(0)
             log, result = folder / f"{len(answers) + len(running)}.log", folder / f"{name.replace(' ', '_')}.json"
-            process = engine_processes.start(server, in_own_group, (own_ports(), *jobs[name], result), log)
+            process = engine_processes.start(server, in_own_group, (*jobs[name], result), log)
             running[name] = Running(process, log, result)
         for name, one in list(running.items()):
             deadline = min(begin + args.timeout, one.begin + args.each)

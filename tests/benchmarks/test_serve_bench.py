@@ -85,6 +85,34 @@ def test_table_and_chart_show_every_cell(tmp_path):
     assert (tmp_path / "chart.png").stat().st_size > 10_000
 
 
+def test_arm_that_failed_on_the_way_keeps_its_rounds(tmp_path):
+    """An engine that died in the fifth round took the four before it along, and the table of the others too."""
+    plan = [{"cell": f"batch {b}", "batch": b, "inputs": 128, "outputs": 128} for b in (1, 8)]
+
+    def timed(**rates):
+        return {arm: {"rate": rate, "distinct": 1.0} for arm, rate in rates.items()}
+
+    rounds = [
+        {"batch 1": timed(BF16=10.0, ours=30.0), "batch 8": timed(BF16=100.0)},
+        {"batch 1": timed(BF16=20.0), "batch 8": timed(BF16=200.0)},
+    ]
+    rows = serve.summarise(plan, rounds, ["BF16", "ours", "never started"])
+    assert [(row["cell"], row["arm"], row["samples"]) for row in rows] == [
+        ("batch 1", "BF16", [10.0, 20.0]),
+        ("batch 1", "ours", [30.0]),
+        ("batch 8", "BF16", [100.0, 200.0]),
+    ]
+    assert rows[1]["times BF16"] == 3.0
+    assert "times ours" not in rows[2]
+    options = {"shape": "tiny", "layers": 12}
+    text = serve_report.table({"rows": rows, "options": options})
+    assert [line.split("|")[1:5] for line in text.splitlines()[2:]] == [
+        [" batch 1 ", " 15 ", " 30 ", " 3.00x "],
+        [" batch 8 ", " 150 ", "  ", "  "],
+    ]
+    serve_report.chart({"rows": rows, "options": options}, tmp_path / "chart.png")
+
+
 def test_arms_near_bf16_whose_bits_are_shared_pass():
     near = {"BF16": [-1.0, -2.0], "w4a16-grouped": [-1.1, -2.1]}
     twins = {"w4a16-grouped, packed": [-1.1, -2.2], "Marlin, packed": [-1.1, -2.21]}
