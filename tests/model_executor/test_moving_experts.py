@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import types
-
 import pytest
 import torch
-
-from vllm_ext.options import Options
-from vllm_ext.quantization import quantize_weight
+from experts_layer import EXPERTS, HIDDEN, experts_layer
 
 pytestmark = pytest.mark.vllm
-EXPERTS, HIDDEN, INTER = 4, 64, 32
 NCCL_TYPES = {torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32}
 
 
 @pytest.fixture(params=["cpu", "reference"])
 def layer(request):
     """A layer with 4-bit experts whose rank may give experts away."""
-    from vllm_ext.model_executor.moe_method import _RunsW4A16
-    from vllm_ext.model_executor.report import QuantizationReport
-
-    parallel = types.SimpleNamespace(enable_eplb=True)
-    layer = torch.nn.Module()
-    layer.moe_config = types.SimpleNamespace(moe_parallel_config=parallel)
-    layer.activation, layer.top_k, layer.apply_router_weight_on_input, layer.expert_map = "silu", 2, False, None
-    for name in ("w13_weight", "w2_weight"):
-        layer.register_parameter(name, torch.nn.Parameter(torch.empty(0), requires_grad=False))
-    generator = torch.Generator().manual_seed(0)
-    w13, w2 = (
-        quantize_weight(torch.randn(shape, generator=generator).bfloat16() * 0.2, 32)
-        for shape in ((EXPERTS, 2 * INTER, HIDDEN), (EXPERTS, HIDDEN, INTER))
-    )
-    layer.quant_method = _RunsW4A16()
-    layer.quant_method._set_up("experts", Options(moe_backend=request.param), QuantizationReport())
-    layer.quant_method._finish(layer, w13, w2, torch.bfloat16, 0)
-    return layer
+    pytest.importorskip("vllm")
+    return experts_layer(request.param, eplb=True)
 
 
 def test_rows_of_all_parameters_are_the_experts(layer):

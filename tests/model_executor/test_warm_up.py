@@ -6,12 +6,9 @@ import types
 
 import pytest
 import torch
+from experts_layer import EXPERTS, HIDDEN, experts_layer
 
 from vllm_ext.model_executor import warm_up
-from vllm_ext.options import Options
-from vllm_ext.quantization import quantize_weight
-
-EXPERTS, HIDDEN, INTER = 4, 64, 32
 
 
 @pytest.mark.parametrize(
@@ -50,23 +47,7 @@ def test_what_is_captured_and_what_arrives_at_once():
 def layer():
     """A layer with 4-bit experts on the CPU, taken for one whose kernels are compiled on the first call."""
     pytest.importorskip("vllm")
-    from vllm_ext.model_executor.moe_method import _RunsW4A16
-    from vllm_ext.model_executor.report import QuantizationReport
-
-    layer = torch.nn.Module()
-    layer.moe_config = types.SimpleNamespace(moe_parallel_config=types.SimpleNamespace())
-    layer.activation, layer.top_k, layer.apply_router_weight_on_input, layer.expert_map = "silu", 2, False, None
-    layer.global_num_experts = EXPERTS
-    for name in ("w13_weight", "w2_weight"):
-        layer.register_parameter(name, torch.nn.Parameter(torch.empty(0), requires_grad=False))
-    w13, w2 = (
-        quantize_weight(torch.randn(shape).bfloat16() * 0.2, 32)
-        for shape in ((EXPERTS, 2 * INTER, HIDDEN), (EXPERTS, HIDDEN, INTER))
-    )
-    layer.quant_method = _RunsW4A16()
-    layer.quant_method._set_up("experts", Options(moe_backend="reference"), QuantizationReport())
-    layer.quant_method._finish(layer, w13, w2, torch.bfloat16, 0)
-    return layer
+    return experts_layer("reference")
 
 
 @pytest.mark.vllm
