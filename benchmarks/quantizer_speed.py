@@ -28,42 +28,45 @@ from vllm_ext.quantization import quantize_weight
 from vllm_ext.quantization.pack import pack_checkpoint
 
 SHAPE = (1408, 2816)
-ROUNDS = 7
+ROUNDS = 11
 
 
-def median_seconds(action: Callable[[], Any], device: str) -> float:
-    """Median wall time of `ROUNDS` runs after one to warm up, the device's work included."""
-    times = []
+def median_seconds(actions: dict[str, Callable[[], Any]], device: str) -> dict[str, float]:
+    """Median wall times of `ROUNDS` rounds after one to warm up, the device's work included.
+
+    The actions take turns in each round, so that a host or a clock that drifts moves all of them.
+    """
+    times: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(ROUNDS + 1):
-        if device != "cpu":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        action()
-        if device != "cpu":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+        for name, action in actions.items():
+            if device != "cpu":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            action()
+            if device != "cpu":
+                torch.cuda.synchronize()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(found[1:]) for name, found in times.items()}
 
 
 def quantisers(device: str, experts: int) -> list[dict[str, Any]]:
     """Rows of both methods, every zero point, groups of 128 and 64, for one tensor of `experts`."""
     weight = (torch.randn(experts, *SHAPE, device=device) * 0.02).bfloat16()
     target = torch.empty_like(weight)
-    copying = median_seconds(lambda: target.copy_(weight), device)
+    copying = median_seconds({"copy": lambda: target.copy_(weight)}, device)["copy"]
     rows = [{"what": "copy", "experts": experts, "seconds": copying, "gb_per_second": weight.nbytes / copying / 1e9}]
     for group in (128, 64):
         for kind in ("float", "int", None):
             options: dict[str, Any] = {"symmetric": kind is None, "zero_point": kind or "float"}
-            seconds = {}
             errors = {}
             for method in ("minmax", "hqq"):
                 sample = quantize_weight(weight[0], group, method=method, **options).dequantize(torch.float64)
                 errors[method] = float((sample - weight[0].double()).square().sum())
             if errors["hqq"] > errors["minmax"]:
                 raise RuntimeError(f"quantizer_speed: hqq's error {errors['hqq']} exceeds minmax's {errors['minmax']}")
-            for method in ("minmax", "hqq"):
-                action = partial(quantize_weight, weight, group, method=method, **options)
-                seconds[method] = median_seconds(action, device)
+            methods = ("minmax", "hqq")
+            actions = {name: partial(quantize_weight, weight, group, method=name, **options) for name in methods}
+            seconds = median_seconds(actions, device)
             for method in ("minmax", "hqq"):
                 rows.append(
                     {

@@ -6,6 +6,7 @@ Every function works on `groups`, floating [R, G, g]: R rows, G groups of g colu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -103,6 +104,13 @@ def search_codes(values: torch.Tensor, lowest: int = 0) -> torch.Tensor:
     return codes if on_gpu(values) else codes.to(torch.int8 if lowest else torch.uint8)
 
 
+@cache
+def ones(count: int, device: torch.device) -> torch.Tensor:
+    """A vector of ones, FP32, made once: for a single expert each launch counts."""
+    with torch.inference_mode(False):
+        return torch.ones(count, device=device)
+
+
 def total(values: torch.Tensor) -> torch.Tensor:
     """The sum of each group [R, G, g], FP32 [R, G]."""
     if on_gpu(values):
@@ -115,7 +123,7 @@ def total(values: torch.Tensor) -> torch.Tensor:
         count = len(rows)
         if count < PRODUCT_ROWS:
             rows = torch.nn.functional.pad(rows, (0, 0, 0, PRODUCT_ROWS - count))
-        return torch.mv(rows, values.new_ones(rows.shape[1]))[:count].view(values.shape[:-1])
+        return torch.mv(rows, ones(rows.shape[1], values.device))[:count].view(values.shape[:-1])
     return values.sum(-1, dtype=torch.float32)
 
 

@@ -41,7 +41,9 @@ def _heads_kernel(
     source = tl.where(is_value, head, head) if SEPARATE else tl.where(is_value, head - KV_HEADS, head)
     x = qkv + (token * ROWS + source) * DIM + column
     first, second = tl.load(x).to(tl.float32), tl.load(x + HALF).to(tl.float32)
-    root = tl.sqrt_rn((tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / DIM + eps)
+    root = tl.sqrt_rn(
+        (tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / DIM + tl.cast(eps, tl.float32)
+    )
     first, second = first / root, second / root
     if is_value:
         place = value + ((batch * KV_HEADS + head - HEADS - KV_HEADS) * capacity + position) * DIM + column

@@ -15,7 +15,8 @@ from vllm_ext.ops.fused.device import on_its_device
 
 @triton.jit
 def _normalised(x, mask, COLUMNS: tl.constexpr, eps):
-    return x / tl.sqrt_rn(tl.sum(tl.where(mask, x * x, 0.0), axis=0) / COLUMNS + eps)
+    # Code that torch.compile makes passes Python's numbers as FP64, which the square root refuses.
+    return x / tl.sqrt_rn(tl.sum(tl.where(mask, x * x, 0.0), axis=0) / COLUMNS + tl.cast(eps, tl.float32))
 
 
 @triton.jit
@@ -50,7 +51,7 @@ def _rms_norm_kernel(
     if ROUND_FIRST:
         value = value.to(out.dtype.element_ty).to(tl.float32)
     if HAS_WEIGHT:
-        value *= tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + weight_offset
+        value *= tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + tl.cast(weight_offset, tl.float32)
     tl.store(out + row * COLUMNS + column, value.to(out.dtype.element_ty), mask=mask)
 
 

@@ -44,6 +44,7 @@ def _pieces_kernel(
     piece = tl.program_id(1)
     lane = tl.arange(0, BLOCK)
     infinity = float("inf")
+    softcap, temperature = tl.cast(softcap, tl.float32), tl.cast(temperature, tl.float32)
     # A running maximum, sums and first place of the maximum in every lane; lanes meet once, after the loop.
     top = tl.full([BLOCK], -infinity, tl.float32)
     place = tl.full([BLOCK], _NO_INDEX, tl.int32)
