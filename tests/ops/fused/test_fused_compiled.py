@@ -17,19 +17,19 @@ from triton.compiler import ASTSource
 from vllm_ext.ops.fused.triton import heads, rms_norm, vocabulary
 
 NUMBERS = {"eps", "weight_offset", "softcap", "temperature"}
+INTEGERS = {"HEADS", "OUTER_STRIDE", "INNER_STRIDE", "COLUMNS", "PIECE", "PIECES", "stride"}
+INTEGERS |= {"length", "capacity", "angle_batch"}
 
 
 def compiles(kernel, constants):
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    signature = {}
-    for name in kernel.arg_names:
-        kind = "constexpr" if name in constants else "fp64" if name in NUMBERS else "i32" if name in INTEGERS else "*bf16"
-        signature[name] = kind
+    signature = dict.fromkeys(kernel.arg_names, "*bf16")
+    kinds = (("i32", INTEGERS), ("fp64", NUMBERS), ("constexpr", constants))
+    signature.update({name: kind for kind, names in kinds for name in names if name in signature})
     made = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
     assert "f64" not in made.asm["ttir"].split("{", 2)[2].replace("f64 to f32", ""), made.asm["ttir"]
 
 
-INTEGERS = {"HEADS", "OUTER_STRIDE", "INNER_STRIDE", "length", "capacity", "angle_batch", "stride", "COLUMNS", "PIECE", "PIECES"}
 compiles(
     rms_norm._rms_norm_kernel,
     {"COLUMNS": 64, "HAS_WEIGHT": True, "HAS_RESIDUAL": True, "ROUND_FIRST": False, "BLOCK": 64},
