@@ -15,7 +15,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ SHAPE = (1408, 2816)
 ROUNDS = 11
 
 
-def median_seconds(actions: dict[str, Callable[[], Any]], device: str) -> dict[str, float]:
+def median_seconds(actions: Mapping[str, Callable[[], Any]], device: str) -> dict[str, float]:
     """Median wall times of `ROUNDS` rounds after one to warm up, the device's work included.
 
     The actions take turns in each round, so that a host or a clock that drifts moves all of them.
