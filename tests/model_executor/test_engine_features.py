@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from vllm_ext.quantization import compressed_tensors, quantize_weight
 from vllm_ext.quantization.cli import quantize_main
 
 pytestmark = pytest.mark.vllm
@@ -59,6 +60,27 @@ def fuse_packed(source: Path, target: Path) -> None:
     save_file(fused, target / "model.safetensors", {"format": "pt"})
 
 
+def quantise_attention(source: Path, target: Path, *, store: bool) -> None:
+    """A packed checkpoint whose attention is in 4 bits too, as other tools write them; or in 16 bits with the same
+    values."""
+    shutil.copytree(source, target)
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if ".self_attn." not in name or not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        quantized = quantize_weight(tensor, 32, zero_point="int", method="minmax")
+        stored = compressed_tensors.to_tensors(name.removesuffix(".weight"), quantized)
+        tensors |= stored if store else {name: quantized.dequantize(tensor.dtype)}
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    given = config["quantization_config"]
+    assert given["config_groups"]["group_0"]["weights"]["group_size"] == 32
+    if store:
+        given["ignore"] = [module for module in given["ignore"] if "self_attn" not in module]
+    (target / "config.json").write_text(json.dumps(config))
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tiny_model, tmp_path_factory):
     root = tmp_path_factory.mktemp("features")
@@ -79,12 +101,14 @@ def checkpoints(tiny_model, tmp_path_factory):
     exported = root / "exported"
     assert quantize_main([str(plain), str(exported), "--quiet", "--format", "compressed-tensors"]) == 0
     fuse_packed(exported, root / "exported, fused")
+    quantise_attention(exported, root / "attention too", store=True)
+    quantise_attention(exported, root / "attention rounded", store=False)
     short = root / "short"
     shutil.copytree(plain, short)
     tensors = load_file(short / "model.safetensors")
     del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
     save_file(tensors, short / "model.safetensors", {"format": "pt"})
-    made = ("short", "exported", "exported, fused", "merged", "packed", "other packed", "adapter", "expert adapter")
+    made = (path.name for path in root.iterdir())
     return {"plain": str(plain), "other": str(other), **{name: str(root / name) for name in made}}
 
 
@@ -107,6 +131,10 @@ def answers(run_engines, checkpoints, prompts):
         "reloaded, packed": {"model": packed, "reload": checkpoints["other packed"]},
         "exported": {"model": checkpoints["exported"], "options": w4},
         "exported, fused": {"model": checkpoints["exported, fused"], "options": w4},
+        "attention too": {"model": checkpoints["attention too"], "options": w4},
+        "attention rounded": {"model": checkpoints["attention rounded"], "options": w4},
+        "dummy": {"model": plain, "options": {**w4, "load_format": "dummy"}},
+        "dummy, packed": {"model": packed, "options": {"load_format": "dummy"}},
         "weight missing": {"model": checkpoints["short"], "options": w4},
         "LoRA of experts": {"model": packed, "options": LORA, "lora": checkpoints["expert adapter"]},
         "speculation": {"model": packed, "options": {"speculative_config": SPECULATION}},
@@ -122,6 +150,7 @@ def answers(run_engines, checkpoints, prompts):
         ("FP16", "whole"),
         ("reloaded", "other"),
         ("reloaded, packed", "other"),
+        ("attention too", "attention rounded"),
     ],
 )
 def test_feature_changes_nothing_but_rounding(answers, run, same):
@@ -136,6 +165,14 @@ def test_fp16_model_quantised_at_load_differs_by_the_rounding_of_its_scales(answ
 def test_comparisons_above_would_notice_a_feature_without_effect(answers):
     assert families.gap(answers["whole"], answers["merged"]) > 2 * families.TOLERANCE
     assert families.gap(answers["whole"], answers["other"]) > 2 * families.TOLERANCE
+    assert families.gap(answers["exported"], answers["attention rounded"]) > 2 * families.TOLERANCE
+
+
+@pytest.mark.parametrize("run", ["dummy", "dummy, packed"])
+def test_weights_that_vllm_draws_need_no_checkpoint(answers, run):
+    """--load-format dummy on a packed checkpoint was refused as one that lacks its experts."""
+    assert "error" not in answers[run]
+    assert all(torch.tensor(prompt).isfinite().all() for prompt in answers[run]["log_probs"])
 
 
 def first_difference(one, other):

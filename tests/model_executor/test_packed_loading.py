@@ -78,6 +78,29 @@ def test_projections_of_another_size_are_refused(shard, shape, tp_size):
         arrive(loader(tp_size - 1, tp_size), shard, torch.ones(shape, dtype=torch.bfloat16))
 
 
+def test_another_ranks_expert_is_declined_and_leaves_nothing():
+    """vLLM asks each rank to load every expert; one it does not hold must not land in one that it does."""
+    made = loader(0, 1)
+    made.layer._map_global_expert_id_to_local_expert_id = {0: -1, 7: 0}.get
+    weights = projections()
+    for name, tensor in packed.to_tensors("m", quantize_weight(weights["w1"], 32)).items():
+        assert made.load(None, tensor, name, "w1", 0) is None
+        assert made.load(None, tensor, name, "w1", 0, return_success=True) is False
+    assert len(made.missing()) == 3
+    for shard, weight in weights.items():
+        for name, tensor in packed.to_tensors("m", quantize_weight(weight, 32)).items():
+            assert made.load(None, tensor, name, shard, 7, return_success=True) is True
+    w13, _ = made.take()
+    assert torch.equal(
+        w13.dequantize(torch.float32)[0, :INTER], quantize_weight(weights["w1"], 32).dequantize(torch.float32)
+    )
+
+
+def test_tensor_that_no_packed_projection_has_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"layers\.3\.mlp\.experts: unexpected tensor m\.weight_g_idx; expected are"):
+        loader(0, 1).load(None, torch.zeros(1), "m.weight_g_idx", "w1", 0)
+
+
 @pytest.mark.vllm
 def test_packed_checkpoints_are_never_unpickled():
     """vLLM reads `*.bin` where a folder has no safetensors, and a pickle runs code."""

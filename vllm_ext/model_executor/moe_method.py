@@ -239,6 +239,7 @@ class PackedMoEMethod(_RunsW4A16, compat.moe_method_base()):  # type: ignore[mis
         self._set_up(prefix, options, report)
         self.packed = packed
         self.loader: PackedExpertsLoader | None = None
+        self.without_checkpoint = compat.loads_dummy_weights()
 
     def create_weights(
         self,
@@ -272,7 +273,7 @@ class PackedMoEMethod(_RunsW4A16, compat.moe_method_base()):  # type: ignore[mis
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
         assert self.loader is not None
-        w13, w2 = self.loader.take()
+        w13, w2 = self.loader.take(whole=not self.without_checkpoint)
         before = 2 * (w13.shape.numel() + w2.shape.numel())
         self._finish(layer, w13, w2, self.loader.dtype, before)
 

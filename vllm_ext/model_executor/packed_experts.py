@@ -96,9 +96,9 @@ class PackedExpertsLoader:
             groups = group_count(columns, group)
             zero_dtype = torch.uint8 if self.packed.zero_point == "int" else self.dtype
             tensors = {
-                packed.CODES: torch.empty(self.num_experts, rows, -(-columns // 2), dtype=torch.uint8),
+                packed.CODES: torch.zeros(self.num_experts, rows, -(-columns // 2), dtype=torch.uint8),
                 packed.SCALE: torch.empty(self.num_experts, rows, groups, dtype=self.dtype),
-                packed.ZERO_POINT: torch.empty(self.num_experts, rows, groups, dtype=zero_dtype),
+                packed.ZERO_POINT: torch.zeros(self.num_experts, rows, groups, dtype=zero_dtype),
                 compressed_tensors.SHAPE: torch.empty(self.num_experts, 2, dtype=torch.int64),
             }
             self.device = tensors[packed.CODES].device
@@ -169,12 +169,14 @@ class PackedExpertsLoader:
             if (key := (expert, shard)) not in self.arrived
         ]
 
-    def take(self) -> tuple[QuantizedWeight, QuantizedWeight]:
+    def take(self, *, whole: bool = True) -> tuple[QuantizedWeight, QuantizedWeight]:
         """The layer's experts w13 [E, rows, H] and w2 [E, H, I]; the loading parameters are removed.
+
+        whole  every tensor must have arrived; false where vLLM draws weights instead of reading them
 
         Raises ValueError naming what the checkpoint lacks.
         """
-        if missing := self.missing():
+        if whole and (missing := self.missing()):
             raise ValueError(
                 f"w4a16-grouped, layer {self.prefix}: {len(missing)} projections of the packed checkpoint did not "
                 f"arrive, first local {missing[0]}; pack the checkpoint again with `vllm-ext quantize`"
