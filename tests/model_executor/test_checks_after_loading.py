@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,15 +18,10 @@ def test_whole_model_without_routed_experts_is_refused() -> None:
         W4A16GroupedConfig().check_loaded(torch.nn.Identity())
 
 
-def test_pipeline_stage_of_dense_layers_is_let_through_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_pipeline_stage_of_dense_layers_is_let_through_with_a_warning(vllm_log: pytest.LogCaptureFixture) -> None:
     """The first layers of DeepSeek-like models are dense: a stage that holds only those is no mistake."""
-    logger = logging.getLogger("vllm.vllm_ext.quantization")
-    logger.addHandler(caplog.handler)
-    try:
-        W4A16GroupedConfig().check_loaded(torch.nn.Identity(), whole=False)
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert "no routed experts in this pipeline stage" in caplog.text
+    W4A16GroupedConfig().check_loaded(torch.nn.Identity(), whole=False)
+    assert "no routed experts in this pipeline stage" in vllm_log.text
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -35,6 +31,67 @@ def test_experts_that_got_no_weights_are_refused_in_any_stage(whole: bool) -> No
     config.report.add("layers.0.mlp.experts", 8, 16, 4)
     with pytest.raises(ValueError, match=r"1 of 2 layers.*first layers.1.mlp.experts"):
         config.check_loaded(torch.nn.Identity(), whole=whole)
+
+
+@pytest.fixture
+def vllm_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """caplog, which vLLM's own handler keeps records from."""
+    logger = logging.getLogger("vllm.vllm_ext.quantization")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+def test_ignore_pattern_that_matches_nothing_is_told(vllm_log: pytest.LogCaptureFixture) -> None:
+    """A typing error left the layer in 4 bits without a word."""
+    config = W4A16GroupedConfig()
+    config.report.expected = {"model.layers.1.mlp.experts"}
+    config.report.ignored = {"model.layers.0.mlp.experts"}
+    config.report.add("model.layers.1.mlp.experts", 8, 16, 4)
+    config.ignore = ("layers.0", "layers.7", "re:.*layers.1.*")
+    config.check_loaded(torch.nn.Identity())
+    assert "ignore ['layers.7'] matches no layer of routed experts, such as model.layers.0" in vllm_log.text
+    vllm_log.clear()
+    config.check_loaded(torch.nn.Identity(), whole=False)  # another stage may have it
+    assert not vllm_log.records
+
+
+@pytest.mark.vllm
+def test_ignore_patterns_are_read_in_the_checkpoints_names_and_in_vllms() -> None:
+    """vLLM names some models' modules otherwise than their checkpoint does, and users write what they see in files."""
+    pytest.importorskip("vllm")
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    mapper = WeightsMapper(orig_to_new_prefix={"model.language_model.": "language_model.model."})
+    config = W4A16GroupedConfig(dense=types.SimpleNamespace(apply_vllm_mapper=lambda given: seen.append(given)))
+    seen: list[Any] = []
+    name = "language_model.model.layers.3.mlp.experts"
+    checkpoints, ours = ("model.language_model.layers.3.mlp.experts",), ("language_model.model.layers.3",)
+    assert not config._is_ignored(name, checkpoints)
+    config.apply_vllm_mapper(mapper)
+    assert config._is_ignored(name, checkpoints)
+    assert config._is_ignored(name, ours)
+    assert not config._is_ignored(name, ("model.language_model.layers.4.mlp.experts",))
+    assert seen == [mapper], "vLLM's configuration of the dense layers has to know the names too"
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("method", "told"), [(None, "in 16 bits"), ("fp8", "as fp8"), ("w4a16-grouped", None)])
+def test_scheme_options_without_the_method_are_told(vllm_log: Any, method: str | None, told: str | None) -> None:
+    """--additional-config with group sizes and no --quantization served BF16 and said nothing."""
+    pytest.importorskip("vllm")
+    from vllm_ext.model_executor.engine_args import warn_of_unused_options
+
+    options = {"vllm_ext": {"group_size_w13": 32, "batch_invariant": True}}
+    quant_config = types.SimpleNamespace(get_name=lambda: method) if method else None
+    warn_of_unused_options(types.SimpleNamespace(additional_config=options, quant_config=quant_config))
+    if told is None:
+        assert not vllm_log.records
+    else:
+        assert (
+            f"options group_size_w13 have no effect without --quantization w4a16-grouped; the model is served {told}"
+            in (vllm_log.text)
+        )
 
 
 @pytest.fixture

@@ -96,6 +96,29 @@ def test_another_ranks_expert_is_declined_and_leaves_nothing():
     )
 
 
+def test_zero_points_of_another_kind_than_config_json_says_are_refused():
+    """Float zero points read as integers were cut off at the point, and the model answered, wrongly."""
+    format = PackedFormat.from_config(Scheme(32, 32, zero_point="int").to_dict())
+    tensors = {
+        name.removeprefix("m."): tensor
+        for name, tensor in packed.to_tensors("m", quantize_weight(projections()["w1"], 32)).items()
+    }
+    with pytest.raises(ValueError, match=r"m: config.json says zero_point 'int', the checkpoint holds 'float' ones"):
+        format.read("m", tensors, "w1")
+
+
+@pytest.mark.parametrize("role", [packed.SCALE, packed.ZERO_POINT])
+def test_scales_that_are_not_finite_are_refused_with_layer_and_expert(role):
+    """A damaged packed checkpoint was served, and answered NaN."""
+    made = loader(0, 1)
+    for shard, weight in projections().items():
+        for name, tensor in packed.to_tensors("m", quantize_weight(weight, 32)).items():
+            broken = torch.full_like(tensor, torch.nan) if name.endswith(role) and shard == "w3" else tensor
+            made.load(None, broken, name, shard, 0)
+    with pytest.raises(ValueError, match=rf"layer layers\.3\.mlp\.experts: w13 {role} of local expert 0 holds NaN"):
+        made.take()
+
+
 def test_tensor_that_no_packed_projection_has_is_refused_by_name():
     with pytest.raises(ValueError, match=r"layers\.3\.mlp\.experts: unexpected tensor m\.weight_g_idx; expected are"):
         loader(0, 1).load(None, torch.zeros(1), "m.weight_g_idx", "w1", 0)

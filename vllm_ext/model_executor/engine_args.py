@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
 from typing import Any
 
 from vllm_ext.model_executor.attention_backend import is_ha_npu
 from vllm_ext.options import NAMESPACE, SCHEME_KEYS, parse_options
 from vllm_ext.quantization import QUANT_METHOD, Scheme
 
+logger = logging.getLogger("vllm.vllm_ext.quantization")
 _MARK = "_vllm_ext_wrapped"
 
 
@@ -30,7 +32,9 @@ def wrap_engine_args(arg_utils: Any) -> None:
     def wrapped_create(self: Any, *args: Any, **kwargs: Any) -> Any:
         move_attention_backend(self)
         check_options(self)
-        return create(self, *args, **kwargs)
+        config = create(self, *args, **kwargs)
+        warn_of_unused_options(config)
+        return config
 
     @functools.wraps(add_cli_args)
     def wrapped_add_cli_args(parser: Any, *args: Any, **kwargs: Any) -> Any:
@@ -106,6 +110,19 @@ def move_quantization_config(engine_args: Any) -> None:
         )
     add_options(engine_args, given)
     engine_args.quantization_config = None
+
+
+def warn_of_unused_options(vllm_config: Any) -> None:
+    """One warning where the scheme's options are given and no method reads them: most often a forgotten flag."""
+    given = sorted(parse_options(vllm_config.additional_config).scheme)
+    method = getattr(vllm_config.quant_config, "get_name", lambda: None)()
+    if given and method != QUANT_METHOD:
+        logger.warning(
+            "vllm_ext: the options %s have no effect without --quantization %s; the model is served %s",
+            ", ".join(given),
+            QUANT_METHOD,
+            f"as {method}" if method else "in 16 bits",
+        )
 
 
 def check_options(engine_args: Any) -> None:

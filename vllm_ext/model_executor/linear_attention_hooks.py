@@ -26,6 +26,11 @@ def _no_layer() -> None:
     return None
 
 
+def is_served(layer: Any) -> bool:
+    """Whether ha_npu serves a layer's prefill."""
+    return hasattr(layer, _ATTRIBUTE)
+
+
 def hook_qwen_layer(module: Any) -> None:
     """Qwen3-Next and Qwen3.5."""
     cls = module.QwenGatedDeltaNetAttention
@@ -120,7 +125,7 @@ def warn_if_unserved(vllm_config: Any, model: Any) -> None:
     """One warning when ha_npu was asked for and the loaded model has no layer that it serves."""
     if not _options(vllm_config).linear_attn_backend:
         return
-    if any(hasattr(layer, _ATTRIBUTE) for layer in model.modules()):
+    if any(is_served(layer) for layer in model.modules()):
         return
     from vllm.logger import init_logger
 

@@ -50,7 +50,13 @@ class PackedFormat:
         if self.compressed_tensors:
             return compressed_tensors.from_tensors(module, tensors, group, symmetric=symmetric)
         assert group is not None
-        return packed.from_tensors(module, tensors, group, symmetric=symmetric)
+        weight = packed.from_tensors(module, tensors, group, symmetric=symmetric)
+        if weight.zero_point_kind != self.zero_point:
+            raise ValueError(
+                f"{module}: config.json says zero_point {self.zero_point!r}, the checkpoint holds "
+                f"{weight.zero_point_kind!r} ones; restore its quantization_config, or pack the checkpoint again"
+            )
+        return weight
 
 
 @dataclass
@@ -192,9 +198,21 @@ class PackedExpertsLoader:
                     delattr(self.layer, f"{shard}_{role}")
             codes, scale = found[packed.CODES].data, found[packed.SCALE].data  # type: ignore[union-attr]
             zero = None if self.packed.zero_point is None else found[packed.ZERO_POINT].data  # type: ignore[union-attr]
+            for role, tensor in ((packed.SCALE, scale), (packed.ZERO_POINT, zero)):
+                if whole and tensor is not None and tensor.is_floating_point():
+                    self._check_finite(shard, role, tensor)
             shape = torch.Size((*codes.shape[:-1], columns))
             weights.append(QuantizedWeight(codes, scale, zero, group, shape))
         return weights[0], weights[1]
+
+    def _check_finite(self, shard: str, role: str, tensor: torch.Tensor) -> None:
+        finite = tensor.isfinite()
+        if not bool(finite.all()):
+            broken = int((~finite.flatten(1).all(1)).nonzero()[0])
+            raise ValueError(
+                f"w4a16-grouped, layer {self.prefix}: {shard} {role} of local expert {broken} holds NaN or infinite "
+                "values; the packed checkpoint is damaged: copy it again, or pack the 16-bit one again"
+            )
 
 
 _ALL_ROLES = (*packed.ROLES, compressed_tensors.SHAPE)

@@ -36,6 +36,7 @@ class W4A16GroupedConfig(QuantizationConfig):
         self.dense = dense
         self.report = QuantizationReport()
         self.mapper: Any = None
+        self.ignore: tuple[str, ...] = ()  # what the user asked to ignore, when quantising at load
 
     def __repr__(self) -> str:
         return f"W4A16GroupedConfig(packed={self.packed})"
@@ -112,6 +113,7 @@ class W4A16GroupedConfig(QuantizationConfig):
                 "packed already; drop them, or pack the 16-bit checkpoint again with `vllm-ext quantize`"
             )
         scheme = Scheme.from_dict(options.scheme)
+        self.ignore = scheme.ignore
         if self._is_ignored(prefix, self.packed.ignore if self.packed else scheme.ignore):
             self.report.ignored.add(prefix)
             return ascend.unquantized_experts_method(layer) if on_ascend else None
@@ -168,6 +170,12 @@ class W4A16GroupedConfig(QuantizationConfig):
             raise ValueError(
                 f"--quantization {QUANT_METHOD}: {type(model).__name__} has no routed experts to quantise{ignored}. "
                 "The scheme is for mixture-of-experts models; drop the flag to serve this one in 16 bits"
+            )
+        names = self.report.expected | self.report.ignored
+        unused = [pattern for pattern in self.ignore if not any(self._is_ignored(name, (pattern,)) for name in names)]
+        if unused and whole:
+            logger.warning(
+                "%s: ignore %s matches no layer of routed experts, such as %s", QUANT_METHOD, unused, min(names)
             )
         if missing := self.report.missing():
             raise ValueError(
