@@ -89,6 +89,7 @@ PARALLEL = {
     "Ray, TP2": Engine("qwen3", {**EAGER, **TWO, "distributed_executor_backend": "ray"}, like="one rank"),
     "EP2, EPLB": Engine("qwen3", {**EAGER, **EPLB}, "ask twice", "one rank", says="Rearranged experts   in"),
     "DP2, EP2": Engine("qwen3", {**EAGER, "data_parallel_size": 2, "enable_expert_parallel": True}, like="one rank"),
+    "PP2": Engine("qwen3", {**EAGER, "pipeline_parallel_size": 2}, like="one rank"),
     "TP2, graphs": Engine("qwen3", TWO, like="one rank"),
     "Gemma 4, one rank": Engine("gemma4", EAGER),
     "Gemma 4, TP2": Engine("gemma4", {**EAGER, **TWO}, like="Gemma 4, one rank", tolerance=OTHER_GROUPS),
