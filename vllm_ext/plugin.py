@@ -65,6 +65,7 @@ _HOOKS = (
     ),
     ("vllm.model_executor.models.bailing_moe_v3", f"{_LINEAR_ATTENTION}:hook_bailing_layer"),
     ("vllm.v1.worker.gpu_worker", "vllm_ext.model_executor.linear_attention_failures:hook_worker"),
+    ("vllm.v1.worker.gpu_worker", "vllm_ext.model_executor.linear_attention_states:hook_worker"),
     ("vllm.v1.worker.gpu_worker", "vllm_ext.model_executor.warm_up:hook_worker"),
     ("vllm.v1.core.sched.scheduler", "vllm_ext.model_executor.linear_attention_failures:hook_scheduler"),
     ("vllm.v1.engine.output_processor", "vllm_ext.model_executor.linear_attention_replies:hook_output_processor"),

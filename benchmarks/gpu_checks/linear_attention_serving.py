@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
 import random
 import sys
 import tempfile
@@ -131,10 +133,13 @@ class Child:
 
         tolerance = Tolerance(**TOLERANCE)
         options = {**COMMON, **BY_KIND[self.kind], **CONFIGURATIONS[name]}
+        logging.getLogger("vllm").setLevel(logging.DEBUG)
         stock = start_engine(self.model, **options)
         self.note(f"{name}: stock started")
         ours = start_engine(self.model, attention_backend="ha_npu", **options)
         self.note(f"{name}: ha_npu started")
+        # Layers have said who serves them. At each step DEBUG would print tensors, which takes longer than the step.
+        logging.getLogger("vllm").setLevel(logging.INFO)
         if name == "plain":
             self.plain, self.exact = stock, ours
         aligned = stock.cache_mode == "align"
@@ -230,8 +235,10 @@ def judge(parts: list[dict[str, Any]], merged: dict[str, Any]) -> bool:
     )
 
 
-def child(kind: str, model: str, seeds: range, seconds: float, result: Path) -> None:
-    """One process's part."""
+def child(kind: str, model: str, seeds: range, seconds: float, result: Path, device: str | None) -> None:
+    """One process's part, on one of the machine's devices."""
+    if device is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = device
     process = Child(kind, model, seeds, seconds, result)
     process.note("begin")
     skip_autotuning()
@@ -252,7 +259,8 @@ def launch(kinds: list[str], args: argparse.Namespace, folder: Path) -> list[tup
         model = str(write_tiny_model(kind, folder / kind, **SIZES[kind]))
         for index in range(args.processes):
             name, seeds = f"{kind}-{index}", range(index, args.mixes, args.processes)
-            job = (kind, model, seeds, args.seconds, folder / f"{name}.json")
+            device = args.devices[index % len(args.devices)] if args.devices else None
+            job = (kind, model, seeds, args.seconds, folder / f"{name}.json", device)
             started.append((kind, name, engine_processes.start(server, child, job, folder / f"{name}.log")))
     return started
 
@@ -317,6 +325,7 @@ def main() -> int:
     parser.add_argument("--mixes", type=int, default=200, help="of each kind and configuration (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=150, help="for all of it (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=3, help="of each kind (default: %(default)s)")
+    parser.add_argument("--devices", nargs="+", help="CUDA devices the processes take turns to be placed on")
     parser.add_argument("--out", type=Path, help="also write the result, with the machine's description, here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

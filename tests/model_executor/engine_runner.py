@@ -6,6 +6,7 @@ A job: {"model": dir, "options": {...LLM arguments}, "prompts": [[token ids]], "
 `before` is a function below, called before the engine starts; what it changes stays changed for the jobs after it.
 More keys: "reload": a checkpoint whose weights replace the model's before it is asked; "lora": an adapter's folder;
 "cached": the prompts are asked once before. With the latter two the prompts' log-probabilities are left out.
+"used_slots": the caches of linear attention hold states of requests that are gone.
 A result: {"log_probs": [[prompt log-probabilities]], "tokens": [[...]], "margins": [[gap between the best two
 tokens]]}, with "refused": [why a request ended with an error], or {"error": message}.
 """
@@ -52,6 +53,27 @@ def refuse_every_call() -> None:
     module.chunk_gated_delta_rule = refuse
 
 
+def tell_decodes_by_length() -> None:
+    """What vLLM 0.23 does: a first chunk of one token counts as a decode."""
+    from vllm.v1.attention.backends import gdn_attn
+
+    split = gdn_attn.split_decodes_and_prefills
+
+    def by_length(metadata: Any, decode_threshold: int = 1, **options: Any) -> Any:
+        return split(metadata, decode_threshold=decode_threshold)
+
+    gdn_attn.split_decodes_and_prefills = by_length
+
+
+def fill_slots(llm: Any) -> None:
+    """Every slot of every linear-attention layer."""
+    config = llm.llm_engine.vllm_config.compilation_config
+    for layer in config.static_forward_context.values():
+        if hasattr(layer, "_vllm_ext_prefill"):
+            for cache in layer.kv_cache:
+                cache.fill_(1.0)
+
+
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Start the job's engine, ask it, and let it go."""
     from vllm import LLM, SamplingParams
@@ -63,6 +85,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(model=job["model"], **{**defaults, **job.get("options", {})})
     if job.get("reload"):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": job["reload"]})
+    if job.get("used_slots"):
+        fill_slots(llm)
     adapter = LoRARequest("adapter", 1, job["lora"]) if job.get("lora") else None
     sampling = SamplingParams(temperature=0, max_tokens=job.get("max_tokens", 8), prompt_logprobs=0, logprobs=2)
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]

@@ -108,7 +108,7 @@ def search_codes(values: torch.Tensor, lowest: int = 0) -> torch.Tensor:
 def ones(count: int, device: torch.device) -> torch.Tensor:
     """A vector of ones, FP32, made once: for a single expert each launch counts."""
     with torch.inference_mode(False):
-        return torch.ones(count, device=device)
+        return torch.ones(count, dtype=torch.float32, device=device)
 
 
 def total(values: torch.Tensor) -> torch.Tensor:
