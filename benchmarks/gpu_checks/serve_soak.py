@@ -2,14 +2,14 @@
 
     python benchmarks/gpu_checks/serve_soak.py [--model hybrid|moe] [--requests 1000] [--longest 4096] [--out FILE]
 
-`AsyncLLM`, vLLM's server without its HTTP front, serves random weights: `hybrid` has Gated DeltaNet and MoE layers,
-`moe` full attention and MoE; --full takes the layers of Qwen3-30B-A3B for the latter. Every kind of request is answered
-alone. Then requests of 1 to `--longest` tokens come 64 at a time: greedy and seeded, one and several samples, with stop
-tokens, streamed and not, some aborted after a few tokens. In the middle the engine is shut down and started again. Each
-answer in the mix must be that alone, an aborted answer its beginning. With --batch-invariant they must be equal token
-by token (vLLM has that mode on GPUs, and not for Gated DeltaNet); without it, a greedy sequence may differ from a token
-on whose rival was within --near nats. FILE is written after each half. The last line printed is JSON; exit status 0
-when nothing is lost, changed or leaked.
+`AsyncLLM`, vLLM's server without its HTTP front, or with --http `vllm serve` itself serves random weights: `hybrid` has
+Gated DeltaNet and MoE layers, `moe` full attention and MoE; --full takes the layers of Qwen3-30B-A3B for the latter.
+Every kind of request is answered alone. Then requests of 1 to `--longest` tokens come 64 at a time: greedy and seeded,
+one and several samples, with stop tokens, streamed and not, some aborted after a few tokens. In the middle the engine
+is shut down and started again. Each answer in the mix must be that alone, an aborted answer its beginning. With
+--batch-invariant they must be equal token by token (vLLM has that mode on GPUs, and not for Gated DeltaNet); without
+it, a greedy sequence may differ from a token on whose rival was within --near nats. FILE is written after each half.
+The last line printed is JSON; exit status 0 when nothing is lost, changed or leaked.
 """
 
 from __future__ import annotations
@@ -124,6 +124,8 @@ def differs(alone: dict[str, Any], mixed: dict[str, Any], near: float | None, sa
     for mine, expected, margins, end in zip(
         mixed["tokens"], alone["tokens"], alone["margins"], mixed["ends"], strict=True
     ):
+        if not mine and not mixed["aborted"]:
+            return "it has no tokens"
         wanted = expected[: len(mine)] if mixed["aborted"] else expected
         if mine == wanted:
             if end is None and not mixed["aborted"]:
@@ -158,8 +160,27 @@ async def memory(engine: Any) -> dict[str, float]:
     return {"host": total / 1024, "device": sum(await engine.collective_rpc("device_mib"))}
 
 
+def start_server(model: str, args: argparse.Namespace) -> Any:
+    """A fresh `vllm serve` with both flags."""
+    from soak_server import Server
+    from vllm_ext.benchmarks.serve_engine import EXTENSION
+
+    flags = ["--quantization", "w4a16-grouped", "--attention-backend", "ha_npu", "--no-enable-prefix-caching"]
+    flags += ["--max-model-len", str(args.longest + 32), "--max-num-seqs", str(AT_ONCE)]
+    flags += ["--worker-extension-cls", EXTENSION]
+    if args.eager:
+        flags.append("--enforce-eager")
+    if args.whole_prompts:
+        flags += ["--max-num-batched-tokens", str(4 * (args.longest + 32)), "--no-enable-chunked-prefill"]
+    if args.kv_cache_mib:
+        flags += ["--kv-cache-memory-bytes", str(args.kv_cache_mib << 20), "--gpu-memory-utilization", "0.05"]
+    return Server(model, flags, Path(model).with_name("server.log"))
+
+
 def start_engine(model: str, args: argparse.Namespace) -> Any:
     """A fresh engine with both flags."""
+    if args.http:
+        return start_server(model, args)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm_ext.benchmarks.serve_engine import DRAWN, EXTENSION
@@ -274,6 +295,7 @@ def judge(
         "streamed": sum(request.streamed for _, request, _ in plan),
         "ended by a stop token": sum("stop" in answer.get("ends", ()) for answer in answers.values()),
         "batch_invariant": args.batch_invariant,
+        "over HTTP": args.http,
         "lost": lost,
         "changed": changed,
         "memory growth, MiB": growth,
@@ -310,12 +332,18 @@ MODELS = {
 
 
 def write_config(args: argparse.Namespace, folder: Path) -> None:
-    """The model's config.json; the weights are drawn in the engine."""
+    """The model's config.json; the weights are drawn in the engine, or written for a server."""
     from vllm_ext.benchmarks.serve_checkpoints import families
 
     model = MODELS[args.model]
     sizes = {"num_hidden_layers": 2, "max_position_embeddings": args.longest + 32}
-    config = {**families()[model.kind][0], **model.fields, **(model.full if args.full else {}), **sizes}
+    fields = {**model.fields, **(model.full if args.full else {}), **sizes}
+    config = {**families()[model.kind][0], **fields}
+    if args.http:
+        from tiny_models import write_tiny_model
+
+        write_tiny_model(model.kind, folder, **fields)
+        return
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -330,6 +358,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="hybrid")
     parser.add_argument("--full", action="store_true", help="layers of a real model's size")
+    parser.add_argument("--http", action="store_true", help="through `vllm serve` and its OpenAI API")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=4, help="times that each kind of request comes")
     parser.add_argument("--longest", type=int, default=4096, help="tokens of the longest prompt")

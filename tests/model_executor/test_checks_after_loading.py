@@ -24,6 +24,19 @@ def test_pipeline_stage_of_dense_layers_is_let_through_with_a_warning(vllm_log: 
     assert "no routed experts in this pipeline stage" in vllm_log.text
 
 
+def test_summary_counts_experts_layers_and_bytes() -> None:
+    """C07: the one line by which a user sees that nothing stayed in 16 bits."""
+    report = W4A16GroupedConfig().report
+    report.expected = {"a", "b"}
+    report.add("a", 8, 3 << 20, 1 << 20)
+    assert not report.complete
+    report.add("b", 8, 5 << 20, 1 << 20)
+    assert report.complete
+    assert report.summary("triton") == (
+        "w4a16-grouped: 16 routed experts in 2 layers, 8.0 MiB in 16 bits -> 2.0 MiB in 4 bits (25.0%), backend triton"
+    )
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_experts_that_got_no_weights_are_refused_in_any_stage(whole: bool) -> None:
     config = W4A16GroupedConfig()

@@ -25,13 +25,14 @@ def soak():
 
 
 @pytest.mark.vllm
-def test_mixed_requests_are_answered_as_alone_across_a_restart(tmp_path):
+@pytest.mark.parametrize("way", [[], ["--http", "--model", "moe"]])
+def test_mixed_requests_are_answered_as_alone_across_a_restart(tmp_path, way):
     """Aborts, stop tokens, several samples, streaming, and an engine that is shut down in the middle."""
     pytest.importorskip("vllm")
     from engine_environment import ENVIRONMENT
 
     out = tmp_path / "result.json"
-    command = [sys.executable, str(SCRIPT), "--requests", "60", "--repeats", "3", "--longest", "200", "--eager"]
+    command = [sys.executable, str(SCRIPT), "--requests", "60", "--repeats", "3", "--longest", "200", "--eager", *way]
     environment = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     process = subprocess.run(
         [*command, "--out", str(out)],
@@ -62,7 +63,7 @@ def case(soak):
         "a": {"tokens": [[1, 2, 3, 4]], "ends": ["length"], "aborted": False},
         "b": {"tokens": [[5, 6], [7]], "ends": [None, None], "aborted": True},
     }
-    args = argparse.Namespace(batch_invariant=True, near=0.2, leak_mib=100)
+    args = argparse.Namespace(batch_invariant=True, near=0.2, leak_mib=100, http=False)
     flat = [[{"host": 10.0}], [{"host": 10.0}, {"host": 20.0}]]
     return [("a", greedy, None), ("b", seeded, 3)], answers, alone, flat, args
 
@@ -71,9 +72,11 @@ def test_right_answers_pass(soak, case):
     assert soak.judge(*case)["ok"]
 
 
-@pytest.mark.parametrize("fault", ["lost", "failed", "changed", "unfinished", "wrong before the abort", "leak"])
+@pytest.mark.parametrize(
+    "fault", ["lost", "failed", "changed", "unfinished", "empty", "wrong before the abort", "leak"]
+)
 def test_each_fault_is_seen(soak, case, fault):
-    _, answers, _, memory, _ = case
+    _, answers, alone, memory, _ = case
     if fault == "lost":
         del answers["a"]
     elif fault == "failed":
@@ -82,6 +85,8 @@ def test_each_fault_is_seen(soak, case, fault):
         answers["a"]["tokens"][0][1] = 9
     elif fault == "unfinished":
         answers["a"]["ends"] = [None]
+    elif fault == "empty":
+        answers["a"]["tokens"], alone[1] = [[]], {"tokens": [[]], "margins": [[]]}
     elif fault == "wrong before the abort":
         answers["b"]["tokens"][0][0] = 9
     else:
