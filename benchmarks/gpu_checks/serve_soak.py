@@ -231,6 +231,8 @@ async def run_mixed(
 
 async def soak(model: str, args: argparse.Namespace) -> dict[str, Any]:
     """The whole check; see the module."""
+    from vllm_ext.benchmarks.registry import describe_run
+
     kinds = draw_requests(max(1, args.requests // args.repeats), args.longest)
     draw = random.Random(1)
     plan = []
@@ -244,6 +246,7 @@ async def soak(model: str, args: argparse.Namespace) -> dict[str, Any]:
     alone: dict[int, dict[str, Any]] = {}
     samples: list[list[dict[str, float]]] = []
     result: dict[str, Any] = {}
+    run = describe_run()
     for half in (plan[:middle], plan[middle:]):
         begin = time.monotonic()
         engine = start_engine(model, args)
@@ -260,6 +263,7 @@ async def soak(model: str, args: argparse.Namespace) -> dict[str, Any]:
         asked = [item for item in plan if item[0] in answers]
         result = {"model": args.model, "planned": len(plan), **judge(asked, answers, alone, samples, args)}
         print(json.dumps({key: value for key, value in result.items() if key != "memory, MiB"}), flush=True)
+        result["run"] = run
         if args.out:
             args.out.write_text(json.dumps(result, indent=1) + "\n")
     return result
