@@ -170,7 +170,7 @@ class Judge:
         """What of `found` is held against the second engine; the worst `most` states of a mix are looked at.
 
         A state passes where it is as close to the truth as allowed, or no further from it than 1.5 times the first
-        engine's: that one rounds, too.
+        engine's: that one rounds, too. Past three times what is allowed it is no rounding, whatever the first engine's.
         """
         states = sorted(
             (f for f in found if isinstance(f, Disagreement) and f.layer is not None), key=lambda f: -f.error
@@ -184,7 +184,8 @@ class Judge:
             errors = [
                 relative_error(answers[disagreement.request].states[key][layer], truth) for answers in (one, other)
             ]
-            acquitted = errors[1] <= max(tolerance.states[layer], 1.5 * errors[0])
+            allowed = tolerance.states[layer]
+            acquitted = errors[1] <= max(allowed, min(1.5 * errors[0], 3 * allowed))
             verdict = {"what": str(disagreement), "stock": errors[0], "ha_npu": errors[1], "acquitted": acquitted}
             self.verdicts.append(verdict)
             if not acquitted:

@@ -4,7 +4,8 @@ A mix is drawn by whoever can draw whole numbers (a property-based test, a seede
 1 + num_spec, around 1 to 3 blocks and between, some beginning alike, arriving at different steps, under a token budget
 that cuts them, with requests preempted or aborted in the middle. Both engines run it step by step in this process.
 After every step the recurrent state of every request that computed something is read from its slot in the cache, so
-states are compared at every boundary of a chunk and of a block, not only at the end.
+states are compared at every boundary of a chunk and of a block, not only at the end. Before a mix every slot is filled
+as if a request had used it: who starts from what a slot holds shows it, in the first mix as after hours.
 """
 
 from __future__ import annotations
@@ -108,13 +109,17 @@ def _tokens(integer: Integer, count: int, vocabulary: int) -> tuple[int, ...]:
 
 
 class MixEngine:
-    """A vLLM engine that runs mixes step by step. Needs VLLM_ENABLE_V1_MULTIPROCESSING=0, and one worker for states."""
+    """A vLLM engine that runs mixes step by step. Needs VLLM_ENABLE_V1_MULTIPROCESSING=0, and one worker for states.
 
-    def __init__(self, llm: Any, *, read_states: bool = True) -> None:
+    left_behind: what slots hold before a mix. Of two engines to be compared it must differ, or not be a number.
+    """
+
+    def __init__(self, llm: Any, *, read_states: bool = True, left_behind: float = float("nan")) -> None:
         self.engine = llm.llm_engine
         core = self.engine.engine_core.engine_core
         self.scheduler = core.scheduler
         self.read_states = read_states
+        self.left_behind = left_behind
         self.num_spec = getattr(self.scheduler, "num_spec_tokens", 0)
         self.continuations: dict[tuple[int, ...], list[int]] = {}
         if self.num_spec:
@@ -169,6 +174,8 @@ class MixEngine:
         from vllm import SamplingParams
 
         self.scheduler.reset_prefix_cache()
+        if self.read_states:
+            self._fill_slots()
         self.scheduler.max_num_scheduled_tokens = mix.budget
         self._count += 1
         names = [f"mix{self._count}-{index}" for index in range(len(mix.requests))]
@@ -217,6 +224,13 @@ class MixEngine:
         for index, group in enumerate(self.scheduler.kv_cache_config.kv_cache_groups):
             if hasattr(group.kv_cache_spec, "mamba_type"):
                 yield index, group.kv_cache_spec
+
+    def _fill_slots(self) -> None:
+        """All but the first, which vLLM pads batches with."""
+        for index, _ in self._mamba_groups():
+            for name in self.scheduler.kv_cache_config.kv_cache_groups[index].layer_names:
+                for cache in self._layers[name].kv_cache:
+                    cache[1:] = self.left_behind
 
     def _read_states(self, scheduler_output: Any) -> None:
         for internal, scheduled in scheduler_output.num_scheduled_tokens.items():

@@ -1,10 +1,11 @@
 """Random request mixes through real vLLM on a GPU, with and without `ha_npu`: GDN + MoE, and KDA + MoE + MLA.
 
-    python benchmarks/gpu_checks/linear_attention_serving.py [--mixes 200] [--seconds 150] [--processes 3] [--out FILE]
+    python benchmarks/gpu_checks/linear_attention_serving.py [--mixes 540] [--seconds 150] [--processes 8 4] [--out F]
 
 Each kind of model is served by several processes at once, each with a pair of engines (stock and ha_npu) without prefix
 caching, one with it, and one with speculation where vLLM has it for the layer. Mixes and comparison are those of
-`request_mixes`; a mix's number is its seed. What does not fit the time is not run, and the result says how many were.
+`request_mixes`; a mix's number is its seed, and no two are the same. What does not fit the time is not run, and the
+result says how many were.
 The first process of a kind also checks that the comparison notices a wrong kernel, and that a sequence which the kernel
 refuses ends its own request only. Exit status 0 when everything agrees.
 """
@@ -65,15 +66,25 @@ SIZES: dict[str, dict[str, int]] = {
     "kimi-linear": {"num_experts": 4, "num_experts_per_token": 4},
 }
 UNSUPPORTED = {("kimi-linear", "speculative"): "vLLM 0.23's Kimi layer has no speculative decoding"}
+# What a further configuration takes before its first mix is done.
+STARTING_UP = 10
 Pair = tuple[Any, Any]
 
 
-def start_engine(model: str, **options: Any) -> Any:
+def start_engine(model: str, left_behind: float, **options: Any) -> Any:
     """An engine that runs mixes."""
     from vllm import LLM
     from vllm_ext.benchmarks.request_mixes import MixEngine
 
-    return MixEngine(LLM(model=model, **options))
+    return MixEngine(LLM(model=model, **options), left_behind=left_behind)
+
+
+def mend_vllm() -> None:
+    """Start stock's requests of one token from zero as ha_npu's are: vLLM 0.23 continues what their slot held."""
+    from vllm_ext import compat
+    from vllm_ext.model_executor import linear_attention_states
+
+    linear_attention_states.is_served = compat.is_linear_attention
 
 
 def skip_autotuning() -> None:
@@ -90,10 +101,15 @@ def skip_autotuning() -> None:
 
 
 class Child:
-    """One process: its configurations one after another, each with its share of the time; a file keeps up with it."""
+    """One process, `place` of `processes`: the kind's configurations one after another, each with its part of the mixes
+    and of the time; a file keeps up with it.
+    """
 
-    def __init__(self, kind: str, model: str, seeds: range, seconds: float, result: Path) -> None:
-        self.kind, self.model, self.seeds, self.result = kind, model, seeds, result
+    def __init__(
+        self, kind: str, model: str, mixes: int, place: int, processes: int, seconds: float, result: Path
+    ) -> None:
+        self.kind, self.model, self.result = kind, model, result
+        self.mixes, self.place, self.processes = mixes, place, processes
         self.began = time.monotonic()
         self.deadline = self.began + seconds
         self.found: dict[str, Any] = {"errors": {}, "checks": {}, "configurations": {}, "bad": [], "seconds": {}}
@@ -104,9 +120,10 @@ class Child:
         """Everything; an error ends its configuration only."""
         names = [name for name in CONFIGURATIONS if (self.kind, name) not in UNSUPPORTED]
         for index, name in enumerate(names):
-            share = (self.deadline - time.monotonic()) / (len(names) - index)
+            first, end = (self.mixes * at // len(names) for at in (index, index + 1))
+            seeds = range(first + self.place, end, self.processes)
             try:
-                self.configuration(name, time.monotonic() + share)
+                self.configuration(name, seeds, len(names) - index)
             except Exception as error:
                 traceback.print_exc()
                 self.found["errors"][name] = f"{type(error).__name__}: {error}"[:600]
@@ -126,17 +143,20 @@ class Child:
         part.write_text(json.dumps(self.found))
         part.replace(self.result)
 
-    def configuration(self, name: str, until: float) -> None:
-        """Start the pair, check refusals and wrong kernels, then run mixes until the time is over."""
+    def configuration(self, name: str, seeds: range, left: int) -> None:
+        """Start the pair, check refusals and wrong kernels, then run the mixes, or those for which there is time.
+
+        left: configurations for which the time that is left must do.
+        """
         from vllm_ext.benchmarks import request_mixes as rm
         from vllm_ext.benchmarks.request_mix_comparison import Comparison, Judge, Tolerance
 
         tolerance = Tolerance(**TOLERANCE)
         options = {**COMMON, **BY_KIND[self.kind], **CONFIGURATIONS[name]}
         logging.getLogger("vllm").setLevel(logging.DEBUG)
-        stock = start_engine(self.model, **options)
+        stock = start_engine(self.model, 1.0, **options)
         self.note(f"{name}: stock started")
-        ours = start_engine(self.model, attention_backend="ha_npu", **options)
+        ours = start_engine(self.model, -1.0, attention_backend="ha_npu", **options)
         self.note(f"{name}: ha_npu started")
         # Layers have said who serves them. At each step DEBUG would print tensors, which takes longer than the step.
         logging.getLogger("vllm").setLevel(logging.INFO)
@@ -168,12 +188,14 @@ class Child:
                 "situations": rm.situations(seen, stock.num_spec),
             }
 
-        one_mix(self.seeds[0])
+        one_mix(seeds[0])
         self.note(f"{name}: first mix")
-        if name != "speculative" and not self.seeds.start:
+        if name != "speculative" and self.place == 0:
             self.found["checks"][name] = final_checks((stock, ours), tolerance, Judge(self.exact))
             self.note(f"{name}: checks")
-        for count, seed in enumerate(self.seeds[1:]):
+        now = time.monotonic()
+        until = now + (self.deadline - now - STARTING_UP * (left - 1)) / left
+        for count, seed in enumerate(seeds[1:]):
             if time.monotonic() > until:
                 break
             one_mix(seed)
@@ -235,16 +257,17 @@ def judge(parts: list[dict[str, Any]], merged: dict[str, Any]) -> bool:
     )
 
 
-def child(kind: str, model: str, seeds: range, seconds: float, result: Path, device: str | None) -> None:
-    """One process's part, on one of the machine's devices."""
+def child(device: str | None, *job: Any) -> None:
+    """One process's part (`Child`), on one of the machine's devices."""
     if device is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = device
-    process = Child(kind, model, seeds, seconds, result)
+    process = Child(*job)
     process.note("begin")
     skip_autotuning()
     from vllm_ext.plugin import register
 
     register()
+    mend_vllm()
     process.run()
 
 
@@ -253,14 +276,14 @@ def launch(kinds: list[str], args: argparse.Namespace, folder: Path) -> list[tup
     sys.path.insert(0, str(ROOT / "examples"))
     from tiny_models import write_tiny_model
 
-    server = engine_processes.context({"VLLM_LOGGING_LEVEL": "DEBUG", "OMP_NUM_THREADS": "2"})
+    server = engine_processes.context({"VLLM_LOGGING_LEVEL": "DEBUG", "OMP_NUM_THREADS": "1"})
     started = []
-    for kind in kinds:
+    for kind, processes in zip(kinds, args.processes * len(kinds), strict=False):
         model = str(write_tiny_model(kind, folder / kind, **SIZES[kind]))
-        for index in range(args.processes):
-            name, seeds = f"{kind}-{index}", range(index, args.mixes, args.processes)
-            device = args.devices[index % len(args.devices)] if args.devices else None
-            job = (kind, model, seeds, args.seconds, folder / f"{name}.json", device)
+        for index in range(processes):
+            name = f"{kind}-{index}"
+            device = args.devices[len(started) % len(args.devices)] if args.devices else None
+            job = (device, kind, model, args.mixes, index, processes, args.seconds, folder / f"{name}.json")
             started.append((kind, name, engine_processes.start(server, child, job, folder / f"{name}.log")))
     return started
 
@@ -322,9 +345,9 @@ def main() -> int:
     """Command line; see the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", action="append", choices=KINDS, help="one kind of model only; may be repeated")
-    parser.add_argument("--mixes", type=int, default=200, help="of each kind and configuration (default: %(default)s)")
+    parser.add_argument("--mixes", type=int, default=540, help="of each kind (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=150, help="for all of it (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=3, help="of each kind (default: %(default)s)")
+    parser.add_argument("--processes", type=int, nargs="+", default=[3], help="of each kind, or of all (default: 3)")
     parser.add_argument("--devices", nargs="+", help="CUDA devices the processes take turns to be placed on")
     parser.add_argument("--out", type=Path, help="also write the result, with the machine's description, here")
     args = parser.parse_args()
