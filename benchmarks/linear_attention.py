@@ -12,8 +12,10 @@ import multiprocessing
 import os
 import statistics
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", nargs="+", help="only rows whose name contains one of these, as 'gdn 2/8 1x2048'")
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--fla-heads", nargs="*", default=["16/32"], help="GDN head configurations to time FLA at")
+    parser.add_argument(
+        "--compile-seconds", type=float, default=900.0, help="what has not compiled by then is left out"
+    )
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1), help="processes that compile")
     parser.add_argument("--replays", type=int, default=15)
 
@@ -77,13 +82,19 @@ def _warm(task: tuple[list[Row], str | None]) -> str:
         return f"{row.name}, {peer or 'ours'}: {type(error).__name__}: {str(error)[:200]}"
 
 
-def _tasks(args: argparse.Namespace) -> list[tuple[list[Row], str | None]]:
-    """What to compile: FlashQLA's kernels depend on the row, FLA's on the heads, ours on how the row is mapped."""
+Task = tuple[list[Row], str | None]
+
+
+def _tasks(args: argparse.Namespace) -> list[Task]:
+    """What to compile, the peers' first: FlashQLA's kernels depend on the row, FLA's on the heads, ours on how the row
+    is mapped.
+    """
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    tasks: dict[tuple[Any, ...], tuple[list[Row], str | None]] = {}
+    tasks: dict[tuple[Any, ...], Task] = {}
     for row in _rows(args):
         for peer in _peers(args, row):
-            rows = tasks.setdefault((peer, row.op, row.heads, row.value_heads), ([], peer))[0]
+            several = peer == "FlashQLA" and len(row.lengths) > 1
+            rows = tasks.setdefault((peer, row.op, row.heads, row.value_heads, several), ([], peer))[0]
             if peer == "FlashQLA" or not rows:
                 rows.append(row)
     for row in _rows(args):
@@ -94,14 +105,40 @@ def _tasks(args: argparse.Namespace) -> list[tuple[list[Row], str | None]]:
     return list(tasks.values())
 
 
+def finish(pool: Pool, function: Callable[[Task], str], tasks: list[Task], seconds: float) -> list[Task]:
+    """The tasks that the pool has not finished after so many seconds; it goes on with them until it is ended."""
+    pending = [(task, pool.apply_async(function, (task,))) for task in tasks]
+    end = time.monotonic() + seconds
+    while pending and time.monotonic() < end:
+        for _, result in [each for each in pending if each[1].ready()]:
+            pending = [each for each in pending if each[1] is not result]
+            failed = result.get()
+            left = f"compiled {len(tasks) - len(pending)} of {len(tasks)}"
+            print(f"{left}{': ' if failed else ''}{failed}", file=sys.stderr, flush=True)
+        time.sleep(0.05)
+    return [task for task, _ in pending]
+
+
+def left_out(unfinished: list[Task], row: Row, peer: str) -> bool:
+    """Whether a row is to do without a peer: FLA's kernels are those of all rows with the same heads."""
+    same = [
+        each
+        for rows, name in unfinished
+        if name == peer
+        for each in rows
+        if (each.op, each.heads, each.value_heads) == (row.op, row.heads, row.value_heads)
+    ]
+    return bool(same) if peer == "FLA" else row in same
+
+
 def check(args: argparse.Namespace) -> None:
-    """A GPU, and kernels compiled by several processes; each row is checked when it is measured."""
+    """A GPU, and kernels compiled by several processes; each row is checked when it is measured. Rows whose peer has
+    not compiled in --compile-seconds are measured without it, and say so.
+    """
     if not torch.cuda.is_available():
         raise RuntimeError("bench linear-attention: a CUDA device is needed, torch sees none")
-    tasks = _tasks(args)
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
-        for number, failed in enumerate(pool.imap_unordered(_warm, tasks), 1):
-            print(f"compiled {number} of {len(tasks)}{': ' if failed else ''}{failed}", file=sys.stderr, flush=True)
+        args.unfinished = finish(pool, _warm, _tasks(args), args.compile_seconds)
 
 
 def _event_milliseconds(call: Callable[[], object], repeats: int) -> float:
@@ -151,6 +188,10 @@ def _measure(row: Row, args: argparse.Namespace, bandwidth: float, rate: float) 
     ]
     common = {"row": row.name, "op": row.op, "heads": f"{row.heads}/{row.value_heads}", "shape": row.shape}
     for name in _peers(args, row):
+        if left_out(args.unfinished, row, name):
+            reason = f"had not compiled after {args.compile_seconds:g} s"
+            measured.append({**common, "arm": name, "failed": reason})
+            continue
         try:
             arms.append((name, PEERS[name](row.op, call), PEER_TOLERANCE))
         except Exception as error:
@@ -186,7 +227,7 @@ def _memory(op: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     call = make_call(row)
     measured = []
     functions: dict[str, Callable[[], Any]] = {"ours": lambda: FUNCTIONS[op](**call, backend="triton")}
-    if "FLA" in args.peers:
+    if "FLA" in _peers(args, row) and not left_out(args.unfinished, row, "FLA"):
         functions["FLA"] = PEERS["FLA"](op, call)
     for name, function in functions.items():
         function()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import threading
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import pytest
@@ -52,3 +54,25 @@ def test_ours_is_not_timed_when_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(linear_attention, "_milliseconds", timed)
     with pytest.raises(CheckFailed, match="gdn 1/2 1x70, ours"):
         linear_attention._measure(row, argparse.Namespace(peers=[], fla_heads=[], replays=1), 1e12, 1e14)
+
+
+def test_rows_go_without_the_peers_that_are_still_compiling() -> None:
+    """FlashQLA takes more than 80 s a head configuration: three runs on a GPU ended before a peer was timed at all."""
+    several, single = Row("gdn", 2, 8, (64,) * 2), Row("gdn", 2, 8, (64,))
+    of_fla = Row("kda", 4, 4, (64,))
+    slow = [([several], "FlashQLA"), ([of_fla], "FLA")]
+    go_on = threading.Event()
+
+    def compile_them(task: linear_attention.Task) -> str:
+        if task in slow:
+            go_on.wait(20)
+        return ""
+
+    with ThreadPool(3) as pool:
+        unfinished = linear_attention.finish(pool, compile_them, [*slow, ([single], "FlashQLA"), ([single], None)], 0.5)
+        go_on.set()
+    assert unfinished == slow
+    assert linear_attention.left_out(unfinished, several, "FlashQLA")
+    assert not linear_attention.left_out(unfinished, single, "FlashQLA")
+    assert linear_attention.left_out(unfinished, Row("kda", 4, 4, (128,)), "FLA")
+    assert not linear_attention.left_out(unfinished, single, "FLA")
