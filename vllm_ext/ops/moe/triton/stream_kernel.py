@@ -35,6 +35,12 @@ from vllm_ext.ops.moe.triton.persistent import (
 )
 
 
+@gluon.constexpr_function
+def dtype_of(name):
+    """The dtype that goes by Triton's `name`."""
+    return gl.bfloat16 if name == "bf16" else gl.float16 if name == "fp16" else gl.float32
+
+
 @gluon.jit
 def _share(units, rank, TILES: gl.constexpr, SPLIT: gl.constexpr):
     """K tiles [first, last) of the program of this rank, all pieces of work in a row, and tiles to skip after a piece.
@@ -239,8 +245,8 @@ def _consume(
             total = sums_ring.index(stage * RUNS).load(gl.SliceLayout(0, accumulator))
             for r in gl.static_range(1, RUNS):
                 total += sums_ring.index(stage * RUNS + r).load(gl.SliceLayout(0, accumulator))
-            product, w = _multiply(words_ring.index(stage), x_ring.index(stage), nothing, operand, p[8])
-            scale, zero = unpack_factors(word, p[9])
+            product, w = _multiply(words_ring.index(stage), x_ring.index(stage), nothing, operand, dtype_of(p[8]))
+            scale, zero = unpack_factors(word, dtype_of(p[9]))
             # The product is still to be multiplied by 2^EXPONENT.
             zero = (zero + p[10]) * 2.0**-EXPONENT
             product, w = warpgroup_mma_wait(0, deps=[product, w])
@@ -295,17 +301,17 @@ def stream_kernel(
 ):
     """One of the two GEMMs; programs take pieces of work (a block of slots, BLOCK_ROWS rows) in turn.
 
-    SHAPE is (K, rows, group size, plane width, columns of one sum, BLOCK_ROWS, BLOCK_TOKENS, stages, dtype of the
-    operands, of the factors, codes' offset, exponent of the result, row stride of the sums); EPILOGUE, of gate and up,
-    (row stride of out, columns of one sum of it, sums, exponent, its step, plane width); PRODUCER the producer's
-    (warps, registers). SPLIT is explained at `_share`; it leaves sums in `partials` and needs `flags` at zero, one a
-    program.
+    SHAPE is (K, rows, group size, plane width, columns of one sum, BLOCK_ROWS, BLOCK_TOKENS, stages, the names of the
+    dtypes of operands and factors, codes' offset, exponent of the result, row stride of the sums); EPILOGUE, of gate
+    and up, (row stride of out, columns of one sum of it, sums, exponent, its step, plane width); PRODUCER the
+    producer's (warps, registers). SPLIT is explained at `_share`; it leaves sums in `partials` and needs `flags` at
+    zero, one a program.
     """
     PLANE: gl.constexpr = SHAPE[3]
     BLOCK_ROWS: gl.constexpr = SHAPE[5]
     TOKENS: gl.constexpr = SHAPE[6]
     STAGES: gl.constexpr = SHAPE[7]
-    DTYPE: gl.constexpr = SHAPE[8]
+    DTYPE: gl.constexpr = dtype_of(SHAPE[8])
     TILE: gl.constexpr = 4 * PLANE
     x_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     sums_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
