@@ -175,9 +175,9 @@ def invert_hopper_kernel(
     solve = (
         invert(tile.load(layout).to(gl.float32), tile, other, scratch) * sizes.load(gl.SliceLayout(0, layout))[None, :]
     )
-    solve_tile = gl.allocate_shared_memory(gl.float16, [64, 64], inverse.layout)
-    solve_tile.store(to_half(solve))
+    gl.thread_barrier()
+    tile.store(to_half(solve))
     fence_async_shared()
     gl.thread_barrier()
-    tma.async_copy_shared_to_global(inverse, [out, 0], solve_tile)
+    tma.async_copy_shared_to_global(inverse, [out, 0], tile)
     tma.store_wait(0)
