@@ -131,6 +131,29 @@ def test_a_step_sends_what_failed_by_request_without_touching_vllms_shared_outpu
     assert worker_class(lambda: None).execute_model(shared) is shared
 
 
+def test_failures_of_a_step_that_raised_are_not_held_against_the_next_ones_requests():
+    steps = iter([True, False])
+
+    def run():
+        if next(steps):
+            failures.STEP.add(0, "why")
+            raise RuntimeError("lost on the way")
+
+    worker = worker_class(run)
+    with pytest.raises(RuntimeError, match="lost on the way"):
+        worker.execute_model(Output(["a"]))
+    assert not hasattr(worker.execute_model(Output(["b"])), failures._ATTRIBUTE)
+
+
+def test_a_request_is_told_what_it_failed_of_first():
+    """Layers behind the one that failed compute on zeros, and may fail of that."""
+    noted = failures.StepFailures()
+    for row, message in ((1, "layer 0"), (0, "layer 1"), (1, "layer 2")):
+        noted.add(row, message)
+    assert noted.take() == {1: "layer 0", 0: "layer 1"}
+    assert noted.take() == {}
+
+
 def test_a_step_that_is_sampled_apart_sends_its_failures_then():
     worker = worker_class(lambda: failures.STEP.add(0, "why"))
     assert worker.execute_model(None) is None
