@@ -137,7 +137,8 @@ def gemma4_moe_weights(w: Weights, c: Config) -> None:
             w.norm(f"{layer}.{name}", hidden)
         last = index + 1 == c["num_hidden_layers"]
         size = c["global_head_dim"] if last or (index + 1) % 6 == 0 else c["head_dim"]
-        attention(w, {**c, "head_dim": size}, f"{layer}.self_attn", qk_norm=True)
+        # Scores are not divided by the root of the head's size here: the norms of q and k keep them in bounds.
+        attention(w, {**c, "head_dim": size}, f"{layer}.self_attn", qk_norm=True, norm_mean=size**-0.25)
         w.swiglu(f"{layer}.mlp", hidden, c["intermediate_size"], GATE_UP_DOWN)
         w.linear(f"{layer}.router.proj", c["num_experts"], hidden, gain=2.0)
         w.normal(f"{layer}.router.scale", hidden, std=0.1, mean=hidden**0.5)
