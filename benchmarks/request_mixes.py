@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from vllm_ext.compat import is_linear_attention
+
 Integer = Callable[[int, int], int]
 """integer(low, high): a whole number in [low, high]."""
 
@@ -174,8 +176,7 @@ class MixEngine:
         from vllm import SamplingParams
 
         self.scheduler.reset_prefix_cache()
-        if self.read_states:
-            self._fill_slots()
+        self.engine.collective_rpc(fill_slots, args=(self.left_behind,))
         self.scheduler.max_num_scheduled_tokens = mix.budget
         self._count += 1
         names = [f"mix{self._count}-{index}" for index in range(len(mix.requests))]
@@ -225,13 +226,6 @@ class MixEngine:
             if hasattr(group.kv_cache_spec, "mamba_type"):
                 yield index, group.kv_cache_spec
 
-    def _fill_slots(self) -> None:
-        """All but the first, which vLLM pads batches with."""
-        for index, _ in self._mamba_groups():
-            for name in self.scheduler.kv_cache_config.kv_cache_groups[index].layer_names:
-                for cache in self._layers[name].kv_cache:
-                    cache[1:] = self.left_behind
-
     def _read_states(self, scheduler_output: Any) -> None:
         for internal, scheduled in scheduler_output.num_scheduled_tokens.items():
             request = self.scheduler.requests.get(internal)
@@ -261,6 +255,14 @@ class MixEngine:
             for name in self.scheduler.kv_cache_config.kv_cache_groups[index].layer_names:
                 states.append(self._layers[name].kv_cache[1][slot].float().cpu().clone())
         return states
+
+
+def fill_slots(worker: Any, value: float) -> None:
+    """Fill a worker's slots of linear-attention states, all but the first, which vLLM pads batches with."""
+    for layer in worker.vllm_config.compilation_config.static_forward_context.values():
+        if is_linear_attention(layer):
+            for cache in layer.kv_cache:
+                cache[1:] = value
 
 
 def situations(mixes: Iterable[tuple[Mix, list[Answer]]], num_spec: int = 0) -> dict[str, int]:
