@@ -6,7 +6,6 @@ Every function works on `groups`, floating [R, G, g]: R rows, G groups of g colu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
@@ -104,15 +103,14 @@ def search_codes(values: torch.Tensor, lowest: int = 0) -> torch.Tensor:
     return codes if on_gpu(values) else codes.to(torch.int8 if lowest else torch.uint8)
 
 
-@cache
-def ones(count: int, device: torch.device) -> torch.Tensor:
-    """A vector of ones, FP32, made once: for a single expert each launch counts."""
-    with torch.inference_mode(False):
-        return torch.ones(count, dtype=torch.float32, device=device)
+def ones_for(groups: torch.Tensor) -> torch.Tensor:
+    """Ones [g], FP32, for `total`: one launch a search. Not kept from one search to the next: what is allocated while
+    vLLM loads weights lies in the memory that its sleep mode gives away, and comes back with other contents."""
+    return torch.ones(groups.shape[-1], dtype=torch.float32, device=groups.device)
 
 
-def total(values: torch.Tensor) -> torch.Tensor:
-    """The sum of each group [R, G, g], FP32 [R, G]."""
+def total(values: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
+    """The sum of each group [R, G, g], FP32 [R, G]; `ones` is `ones_for` such groups."""
     if on_gpu(values):
         rows = values.flatten(0, 1)
         if rows.shape[1] & (rows.shape[1] - 1):
@@ -123,7 +121,7 @@ def total(values: torch.Tensor) -> torch.Tensor:
         count = len(rows)
         if count < PRODUCT_ROWS:
             rows = torch.nn.functional.pad(rows, (0, 0, 0, PRODUCT_ROWS - count))
-        return torch.mv(rows, ones(rows.shape[1], values.device))[:count].view(values.shape[:-1])
+        return torch.mv(rows, ones)[:count].view(values.shape[:-1])
     return values.sum(-1, dtype=torch.float32)
 
 
@@ -212,10 +210,12 @@ def search(t: torch.Tensor, plain: Grid, kind: str, store: torch.dtype) -> tuple
     range and once over a narrower one, which clips a few outliers and serves all others with finer steps. Groups whose
     squared error that does not lower keep their plain codes and scale.
     """
-    t_sum, t_square = total(t), total_square(t)
+    ones = ones_for(t)
+    t_sum, t_square = total(t, ones), total_square(t)
 
     def moments(codes: torch.Tensor) -> Moments:
-        return Moments(t.shape[-1], plain, t_sum, t_square, total(codes), total_square(codes), total(t * codes))
+        products = total(t * codes, ones)
+        return Moments(t.shape[-1], plain, t_sum, t_square, total(codes, ones), total_square(codes), products)
 
     codes = search_codes(t)
     first = moments(codes)
@@ -245,12 +245,12 @@ def search_symmetric(groups: torch.Tensor, plain: Grid, store: torch.dtype) -> t
     Overwrites `groups`.
     """
     t = groups.mul_(plain.scale.reciprocal()[..., None])
-    t_square = total_square(t)
+    ones, t_square = ones_for(t), total_square(t)
     codes = search_codes(t, -SYMMETRIC_ZERO)
-    first_product, first_square = total(t * codes), total_square(codes)
+    first_product, first_square = total(t * codes, ones), total_square(codes)
     scale = narrowed(torch.where(first_product > 0, t_square / first_product, 1.0).mul_(plain.scale), store)
     found = search_codes(t * (plain.scale / scale)[..., None], -SYMMETRIC_ZERO)
-    product, square = total(t * found), total_square(found)
+    product, square = total(t * found, ones), total_square(found)
     scale = round_scale(torch.where(product > 0, t_square / product, 1.0).mul_(plain.scale), store)
     slope = scale / plain.scale
     excess = (slope * square).sub_(product, alpha=2).mul_(slope)

@@ -59,7 +59,9 @@ def quantize_weight(
     block = max(1, (CPU_BLOCK if weight.device.type == "cpu" else DEVICE_BLOCK) // columns)
     for start in range(0, count, block):
         part = slice(start, start + block)
-        codes, grid_scale, grid_zero, part_finite = _quantize_rows(rows[part], group_size, kind, method, store)
+        # The search's sums are FP32; on a GPU autocast would take its products with ones in 16 bits.
+        with torch.autocast(weight.device.type, enabled=False):
+            codes, grid_scale, grid_zero, part_finite = _quantize_rows(rows[part], group_size, kind, method, store)
         finite &= part_finite
         packed[part] = pack_nibbles(codes)
         scale[part] = grid_scale
