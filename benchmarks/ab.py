@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from vllm_ext.benchmarks import prompts as questions
 from vllm_ext.benchmarks.gpu_readings import readings
-from vllm_ext.benchmarks.hf_arms import ARMS, Arm, Switch
+from vllm_ext.benchmarks.hf_arms import ARMS, Arm, Switch, check_counts
 from vllm_ext.benchmarks.hf_model import SIZES, random_model
 from vllm_ext.benchmarks.registry import Benchmark, CheckFailed
 
@@ -135,13 +135,23 @@ class Runner:
 
 
 def check(args: argparse.Namespace) -> None:
-    """The prompts and the model's configuration can be read."""
+    """The prompts, the model's configuration and its tokenizer can be read, and the arms are what they are called."""
+    check_counts(max_new_tokens=args.max_new_tokens, steps=args.steps)
+    for name in (args.a, args.b):
+        if ARMS[name].needs_cuda and device().type != "cuda":
+            raise CheckFailed(f"{name}: CUDA graphs need a CUDA device, and torch sees none")
     try:
-        chosen_prompts(args)
+        chosen = chosen_prompts(args)
         if args.model is not None:
-            from transformers import AutoConfig
+            from transformers import AutoConfig, AutoTokenizer
 
             AutoConfig.from_pretrained(args.model)
+            tokenizer = AutoTokenizer.from_pretrained(args.model)
+            # A folder without one is given a tokenizer that knows no words.
+            if not tokenizer(chosen[0].text).input_ids:
+                raise ValueError(
+                    f"the tokenizer of {args.model} makes no tokens of a prompt; save one beside the model"
+                )
     except (OSError, ValueError) as error:
         raise CheckFailed(str(error)) from error
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm_ext.benchmarks.registry import CheckFailed
 
 from vllm_ext.integrations.expert_layouts import weight_parameters
 from vllm_ext.integrations.layer_graphs import LayerGraphs
@@ -38,6 +39,11 @@ class Arm:
         """Whether anything but the experts differs from the stock model."""
         return self.norms or self.projections or self.fused_layers or self.capture or self.sampler
 
+    @property
+    def needs_cuda(self) -> bool:
+        """Whether CUDA graphs are all that tells it from an arm without them: elsewhere its name would be wrong."""
+        return self.capture and not (self.norms or self.projections or self.fused_layers or self.sampler)
+
 
 STOCK = Arm("stock")
 EXPERTS = Arm("experts", "w4")
@@ -62,6 +68,13 @@ ARMS = {
         replace(KIT, name="kit-no-projections", fused_layers=False, projections=False),
     )
 }
+
+
+def check_counts(**counts: int | None) -> None:
+    """Raises CheckFailed naming an option that is below 1; None is an option left to its default."""
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise CheckFailed(f"--{name.replace('_', '-')} must be at least 1, got {count}")
 
 
 class FreeExperts(nn.Module):

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 from vllm_ext.benchmarks.ab import device
-from vllm_ext.benchmarks.hf_arms import ARMS, Switch
+from vllm_ext.benchmarks.hf_arms import ARMS, Switch, check_counts
 from vllm_ext.benchmarks.hf_model import SIZES, random_model
-from vllm_ext.benchmarks.hf_steps import prompt_ids, step_milliseconds
-from vllm_ext.benchmarks.registry import Benchmark
+from vllm_ext.benchmarks.hf_steps import prompt_ids, runnable, step_milliseconds
+from vllm_ext.benchmarks.registry import Benchmark, CheckFailed
 
 from vllm_ext.integrations.quantized_experts import QuantizedExperts
 
@@ -137,6 +137,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=4, help="denoising steps to profile (default: %(default)s)")
 
 
+def check(args: argparse.Namespace) -> None:
+    """There is something to time, and this machine can run every arm."""
+    check_counts(steps=args.steps)
+    unable = [name for name in args.arms if name not in runnable(args.arms)]
+    if unable:
+        raise CheckFailed(f"{', '.join(unable)}: CUDA graphs need a CUDA device, and torch sees none")
+
+
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of every arm."""
     size = SIZES[args.size or ("true" if device().type == "cuda" else "tiny")]
@@ -186,7 +194,7 @@ BENCHMARK = Benchmark(
     "profile",
     "where a denoising step's time goes, with Amdahl's bound per component",
     arguments,
-    lambda args: None,
+    check,
     run,
     table,
     chart,

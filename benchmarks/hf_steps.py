@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from vllm_ext.benchmarks.ab import device
 from vllm_ext.benchmarks.gpu_readings import readings
-from vllm_ext.benchmarks.hf_arms import ARMS, Switch
+from vllm_ext.benchmarks.hf_arms import ARMS, Switch, check_counts
 from vllm_ext.benchmarks.hf_model import SIZES, random_model
-from vllm_ext.benchmarks.registry import Benchmark
+from vllm_ext.benchmarks.registry import Benchmark, CheckFailed
 
 PROMPT_TOKENS = 128
 # Bytes a second of the machine the published experiment ran on (GB10), for the model by byte count.
@@ -321,10 +321,26 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check(args: argparse.Namespace) -> None:
+    """There is something to time, and an arm this machine can run."""
+    check_counts(steps=args.steps, repeats=args.repeats)
+    if not runnable(args.arms):
+        raise CheckFailed(f"{', '.join(args.arms)}: CUDA graphs need a CUDA device, and torch sees none")
+
+
+def runnable(names: Sequence[str]) -> list[str]:
+    """The arms that are on this machine what they are called: without CUDA nothing is captured."""
+    return [name for name in names if device().type == "cuda" or not ARMS[name].needs_cuda]
+
+
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row an arm, then the bounds, then the model by byte count."""
     size = SIZES[args.size or ("true" if device().type == "cuda" else "tiny")]
-    return measure(Switch(random_model(size, device())), args.arms, args.steps, args.repeats)
+    names = runnable(args.arms)
+    left_out = [name for name in args.arms if name not in names]
+    if left_out:
+        print(f"left out, for CUDA graphs need a CUDA device: {', '.join(left_out)}", flush=True)
+    return measure(Switch(random_model(size, device())), names, args.steps, args.repeats)
 
 
 def measure(switch: Switch, arms: Sequence[str], steps: int, repeats: int = 1) -> list[dict[str, Any]]:
@@ -405,7 +421,7 @@ BENCHMARK = Benchmark(
     name="steps",
     help="one denoising step of DiffusionGemma's generate() by arm, with Amdahl's bounds",
     arguments=arguments,
-    check=lambda args: None,
+    check=check,
     run=run,
     table=table,
     chart=chart,

@@ -143,7 +143,9 @@ def test_gsm8k_answers_are_read_and_compared(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_of_questions_is_no_traceback(tmp_path: Path) -> None:
-    args: Any = argparse.Namespace(gsm8k=tmp_path / "none.jsonl", human_eval=False, execute=False, limit=1, model=None)
+    parser = argparse.ArgumentParser()
+    ab.arguments(parser)
+    args = parser.parse_args(["--gsm8k", str(tmp_path / "none.jsonl")])
     with pytest.raises(CheckFailed, match=r"none\.jsonl"):
         ab.check(args)
     args.gsm8k, args.model = None, str(tmp_path / "no model")
@@ -157,6 +159,29 @@ def test_questions_that_were_asked_for_are_not_replaced(tmp_path: Path) -> None:
     for argv in (["--gsm8k", str(tmp_path / "empty.jsonl")], ["--limit", "0"]):
         assert run_benchmark(ab.BENCHMARK, [*argv, "--output", str(tmp_path / "ab.json")]) == 1
     assert not (tmp_path / "ab.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("bench", "argv"),
+    [
+        (ab, ["--max-new-tokens", "0"]),
+        (ab, ["--steps", "0"]),
+        (hf_steps, ["--repeats", "0"]),
+        (hf_profile, ["--steps", "0"]),
+    ],
+)
+def test_nothing_to_time_is_no_traceback(bench: Any, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_benchmark(bench.BENCHMARK, argv) == 1
+    assert f"{argv[0]} must be at least 1, got 0" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device captures")
+def test_arms_that_cannot_be_captured_do_not_run_under_that_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a CPU `steps` reported "experts alone, captured" of two arms that were plain calls."""
+    assert hf_steps.runnable(["stock", "stock-captured", "kit"]) == ["stock", "kit"]
+    for bench, argv in ((ab, ["--b", "experts-captured"]), (hf_profile, ["--arms", "stock-captured"])):
+        assert run_benchmark(bench.BENCHMARK, argv) == 1
+        assert "-captured: CUDA graphs need a CUDA device" in capsys.readouterr().err
 
 
 def test_human_eval_runs_code_only_when_asked() -> None:

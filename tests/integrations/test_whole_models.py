@@ -215,6 +215,11 @@ def test_one_string_is_one_pattern() -> None:
     assert report.ignored == ["model.layers.1.mlp.experts"]
 
 
+def test_what_is_no_model_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="must be a loaded torch module, got str"):
+        quantize_experts("a/name")
+
+
 @pytest.mark.parametrize("sizes", [(128,), 128, (128, 64, 3)])
 def test_group_sizes_are_two_numbers(sizes: Any) -> None:
     with pytest.raises(ValueError, match="group_sizes must be two numbers"):

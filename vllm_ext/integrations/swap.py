@@ -151,8 +151,11 @@ def quantize_experts(
 
     Weights that several modules share (DiffusionGemma's encoder and decoder) are packed once and stay shared.
     Layers that an earlier call left out can follow in another, with the same options.
-    Raises ValueError when the model has no experts in 16 bits, or they are not in memory, or values do not fit.
+    Raises TypeError when `model` is no module; ValueError when it has no experts in 16 bits, or they are not in memory,
+    or values do not fit.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"quantize_experts: model must be a loaded torch module, got {type(model).__name__}")
     if not isinstance(group_sizes, (tuple, list)) or len(group_sizes) != 2:
         raise ValueError(
             f"quantize_experts: group_sizes must be two numbers, (hidden, intermediate), got {group_sizes!r}"

@@ -168,6 +168,13 @@ def test_a_row_with_nan_says_so() -> None:
     assert entropy.isnan().tolist() == [False, True]
 
 
+@pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"temperature": -1.0}, {"softcap": 0.0}])
+def test_numbers_that_would_make_every_statistic_nan_are_refused(wrong: dict[str, float]) -> None:
+    """Temperature 0, which some samplers take for argmax, gave rows of NaN."""
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be positive"):
+        token_statistics(torch.zeros(2, 5), **wrong)
+
+
 def test_sampling_draws_what_multinomial_would() -> None:
     """The same seed must give the stock sampler's tokens, or an A/B compares two different generations."""
     logits = draw(5, 4099, dtype=torch.float32, scale=4)

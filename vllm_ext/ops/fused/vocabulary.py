@@ -47,13 +47,16 @@ def token_statistics(
                `torch.multinomial` draws one sample, so its stream of random numbers gives its samples
     processed  [M, V], written with z in its own dtype: what a next step is conditioned on
 
-    Raises ValueError where shapes do not fit.
+    Raises ValueError where shapes do not fit, or temperature or softcap is not positive.
     """
     if logits.dim() != 2 or not logits.shape[1]:
         raise ValueError(f"token_statistics: logits must be [M, V >= 1], got {list(logits.shape)}")
     for name, tensor in (("noise", noise), ("processed", processed)):
         if tensor is not None and tensor.shape != logits.shape:
             raise ValueError(f"token_statistics: {name} must be {list(logits.shape)}, got {list(tensor.shape)}")
+    for name, number in (("temperature", temperature), ("softcap", softcap)):
+        if number is not None and not number > 0:
+            raise ValueError(f"token_statistics: {name} must be positive, got {number}; argmax needs no temperature")
     if runs_triton(logits) and logits.shape[0]:
         from vllm_ext.ops.fused.triton.vocabulary import token_statistics as kernel
 
