@@ -53,7 +53,10 @@ class Engine:
 
 # 704 is DiffusionGemma's and Gemma 4's size: 352 a rank. Groups of 64 no longer divide it, so that two ranks round
 # other groups than one, and answer as far apart as quantising moves them; groups of 32 are the same ones.
-GROUPS_OF_32 = {"qwen3": {"additional_config": {"vllm_ext": {"group_size_w2": 32}}}}
+MODEL_OPTIONS: dict[str, dict[str, Any]] = {
+    "qwen3": {"additional_config": {"vllm_ext": {"group_size_w2": 32}}},
+    "hybrid": {"gdn_prefill_backend": "triton"},  # vLLM's first choice on a Hopper GPU is compiled at run time
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3-moe", {"hidden_size": 512, "num_experts": 16, "moe_intermediate_size": 704}),
     "gemma4": ("gemma4-moe", {"hidden_size": 512, "num_experts": 16, "moe_intermediate_size": 704}),
@@ -119,7 +122,7 @@ def options_of(engine: Engine) -> dict[str, Any]:
         "gpu_memory_utilization": 0.05,
         "kv_cache_memory_bytes": 1 << 30,  # engines side by side would count each other as used
         **({} if "enforce_eager" in engine.options else {"compilation_config": {"cudagraph_capture_sizes": [1, 8]}}),
-        **GROUPS_OF_32.get(engine.model, {}),
+        **MODEL_OPTIONS.get(engine.model, {}),
         **engine.options,
     }
 

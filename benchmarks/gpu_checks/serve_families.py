@@ -24,6 +24,8 @@ from serve_engines import Answer, add_limits, side_by_side
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (5, 64, 130, 600)
 FAR_FROM_BF16 = 1.0
+# vLLM's first choice for Gated DeltaNet on a Hopper GPU is compiled at run time, by a package that may not be there.
+GDN_OPTIONS = {"gdn_prefill_backend": "triton"}
 GDN = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 2}
 
 
@@ -110,6 +112,7 @@ def child(kind: str, tiny: bool, folder: Path, result: Path) -> None:
             enforce_eager=True,
             gpu_memory_utilization=0.05,
             kv_cache_memory_bytes=1 << 30,
+            **(GDN_OPTIONS if "linear_num_key_heads" in config else {}),
         )
         log_probs = []
         for output in llm.generate(prompts, sampling, use_tqdm=False):
