@@ -11,6 +11,7 @@ import tiny_transformers as tiny
 import torch
 from torch import nn
 
+from vllm_ext.integrations import canvas_sampler
 from vllm_ext.integrations.norms import norm_form
 from vllm_ext.integrations.transformers import (
     accelerate_generate,
@@ -155,6 +156,18 @@ def test_stopping_early_agrees(swapped: Any) -> None:
         assert torch.equal(tokens, wanted_tokens)
         assert passes == wanted_passes
     assert torch.equal(stable, generate(swapped, stability_threshold=1, confidence_threshold=100.0))
+
+
+@pytest.mark.parametrize("threshold", [0, 1, 2, 3])
+def test_a_canvas_is_stable_when_stock_says_so(threshold: int) -> None:
+    """One row returns to an earlier canvas, which two equal steps must follow before a threshold of two is met."""
+    from transformers.models.diffusion_gemma.generation_diffusion_gemma import StableAndConfidentStoppingCriteria
+
+    stock, ours = (StableAndConfidentStoppingCriteria(threshold, confidence_threshold=9.0) for _ in range(2))
+    for first, second in zip((1, 1, 2, 1, 1, 1, 1), (3, 4, 4, 4, 4, 5, 5), strict=True):
+        argmax = torch.tensor([[first, 0], [second, 0]])
+        wanted = stock(argmax, torch.zeros(2, 2, 8))
+        assert canvas_sampler._stable(ours, argmax).tolist() == wanted.tolist()
 
 
 def test_models_that_generate_token_by_token_get_the_parts_that_apply() -> None:

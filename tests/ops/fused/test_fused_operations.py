@@ -149,7 +149,8 @@ def test_confidence_argmax_and_entropy(rows: int, vocabulary: int, dtype: torch.
 def test_ties_go_to_the_lowest_index_and_forbidden_words_never_come() -> None:
     """BF16 logits of a large vocabulary tie all the time; -inf marks words a processor has ruled out."""
     logits = torch.full((3, 6001), -2.0)
-    logits[0, [5999, 4097, 17]] = 3.5
+    # 2065 meets 17 in one lane of a program, 4097 and 5999 in another program.
+    logits[0, [5999, 4097, 2065, 17]] = 3.5
     logits[1, :4500] = float("-inf")
     logits[2] = float("-inf")
     logits[2, 77] = 0.0
