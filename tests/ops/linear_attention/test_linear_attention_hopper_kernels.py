@@ -20,8 +20,6 @@ PACKAGE = "vllm_ext.ops.linear_attention.triton"
 FUNCTIONS = {"gdn": chunk_gated_delta_rule, "kda": chunk_kda}
 MODULES = ("hopper", "inverse_hopper", "prepare_gdn_hopper", "prepare_kda_hopper", "recurrence_hopper")
 HEADS, VALUE_HEADS = 1, 2
-# Of GDN's preparation: fewer than there is work for, so that they take turns.
-PROGRAMS = 3
 # BF16 operands are rounded to 2^-9 before each of about six products.
 TOLERANCE = 5e-3
 
@@ -57,9 +55,9 @@ def prepare(kernels: Any, op: str, x: dict[str, torch.Tensor], bounds: torch.Ten
     if op == "gdn":
         w |= {"queries": q.flatten(1), "keys": k.flatten(1), "factors": empty(256, dtype=torch.float32)}
         machine.run(
-            kernels.prepare_gdn_hopper.prepare_gdn_hopper_kernel, PROGRAMS, tiles(w["queries"], 64, dim),
+            kernels.prepare_gdn_hopper.prepare_gdn_hopper_kernel, programs, tiles(w["queries"], 64, dim),
             tiles(w["keys"], 64, dim), g, beta, bounds, tiles(w["inverse"]), tiles(w["scores"]), w["factors"], *counts,
-            g.stride(0), beta.stride(0), g.stride(1), beta.stride(1), programs, **common,
+            g.stride(0), beta.stride(0), g.stride(1), beta.stride(1), **common,
         )  # fmt: skip
         return w
     w |= {"keys": empty(64, dim), "queries": empty(64, dim), "tails": empty(64, dim)}

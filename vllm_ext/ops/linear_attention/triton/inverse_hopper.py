@@ -68,15 +68,17 @@ def _replace(matrix, wanted, other):
 
 
 @gluon.jit
-def invert(matrix, tile, other, scratch):
+def invert(matrix, tile):
     """(I + A)^-1 [64, 64], FP32, of A = matrix below its diagonal. Elsewhere matrix must be finite; `tile` is to hold
-    it in FP16, and may still be on its way there. `other`, a tile like it, and scratch, 1024 numbers in FP32, are
-    written over; copies from `other` that this thread has started have read it by then.
+    it in FP16, and may still be on its way there.
     """
     layout: gl.constexpr = matrix.type.layout
     WIDE: gl.constexpr = gl.num_warps() // 4
     row_major: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    solved = scratch._reinterpret(gl.float32, [64, 16], row_major)
+    first_tile = gl.allocate_shared_memory(gl.float16, [64, 64], tile.layout)
+    second_tile = gl.allocate_shared_memory(gl.float16, [64, 64], tile.layout)
+    columns = gl.allocate_shared_memory(gl.float32, [1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    solved = gl.allocate_shared_memory(gl.float32, [64, 16], row_major)
     parts = matrix.reshape([4, 16, 4, 16])
     four: gl.constexpr = parts.type.layout
     of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, four)))
@@ -85,7 +87,7 @@ def invert(matrix, tile, other, scratch):
     column = gl.arange(0, 4, of_column)[None, None, :, None]
     # -0.0 and not 0.0: adding it to nothing is nothing to do.
     diagonal = gl.sum(gl.where(row == column, parts, -0.0), 2)
-    scratch.store(diagonal.permute((2, 0, 1)).reshape([1024]))
+    columns.store(diagonal.permute((2, 0, 1)).reshape([1024]))
     fence_async_shared()
     gl.thread_barrier()
 
@@ -97,7 +99,7 @@ def invert(matrix, tile, other, scratch):
     for i in gl.static_range(16):
         x = x + (gl.where(own == i, 1.0, 0.0),)
     for k in gl.static_range(15):
-        below = _columns(scratch.slice(64 * k, 64)._reinterpret(gl.float32, [4, 16], row_major).load(by_row))
+        below = _columns(columns.slice(64 * k, 64)._reinterpret(gl.float32, [4, 16], row_major).load(by_row))
         y = ()
         for i in gl.static_range(16):
             if i > k:
@@ -106,9 +108,7 @@ def invert(matrix, tile, other, scratch):
             else:
                 y = y + (x[i],)
         x = y
-    gl.thread_barrier()
     solved.store(join_rows(x, 16))
-    tma.store_wait(0)
     gl.thread_barrier()
 
     small: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WIDE], [16, 16, 16])
@@ -117,17 +117,16 @@ def invert(matrix, tile, other, scratch):
     wide = gl.convert_layout(gl.join(wide, wide).permute((0, 2, 3, 1)).reshape([4, 16, 4, 16]), four)
     inverse = gl.where(row == column, wide, 0.0).reshape([64, 64])
     inverse = gl.convert_layout(inverse, layout, assert_trivial=True)
-    other.store(to_half(inverse))
+    first_tile.store(to_half(inverse))
     fence_async_shared()
     gl.thread_barrier()
     zero = gl.zeros([64, 64], gl.float32, layout)
-    beside = _times(_times(inverse, tile, zero), other, zero)
+    beside = _times(_times(inverse, tile, zero), first_tile, zero)
     inverse = _replace(inverse, (row // 2 == column // 2) & (row > column), -beside)
-    gl.thread_barrier()
-    other.store(to_half(inverse))
+    second_tile.store(to_half(inverse))
     fence_async_shared()
     gl.thread_barrier()
-    below = _times(_times(inverse, tile, zero), other, zero)
+    below = _times(_times(inverse, tile, zero), second_tile, zero)
     return _replace(inverse, row // 2 > column // 2, -below)
 
 
@@ -156,10 +155,7 @@ def invert_hopper_kernel(
         return
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     out = (slot * value_heads + head) * 64
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tile = gl.allocate_shared_memory(gl.float16, [64, 64], coupling.layout)
-    other = gl.allocate_shared_memory(gl.float16, [64, 64], coupling.layout)
-    scratch = gl.allocate_shared_memory(gl.float32, [1024], vector)
     arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(arrived, count=1)
     fence_async_shared()
@@ -169,15 +165,13 @@ def invert_hopper_kernel(
     tma.async_copy_global_to_shared(coupling, [out, 0], arrived, tile)
     at = gl.arange(0, 64, gl.BlockedLayout([2], [32], [4], [0]))
     at_beta = beta + (begin + chunk * 64 + at).to(gl.int64) * beta_token + head * beta_head
-    sizes = gl.allocate_shared_memory(gl.float32, [64], vector)
+    sizes = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     sizes.store(gl.load(at_beta, mask=at < count, other=0.0).to(gl.float32))
     mbarrier.wait(arrived, 0)
-    solve = (
-        invert(tile.load(layout).to(gl.float32), tile, other, scratch) * sizes.load(gl.SliceLayout(0, layout))[None, :]
-    )
-    gl.thread_barrier()
-    tile.store(to_half(solve))
+    solve = invert(tile.load(layout).to(gl.float32), tile) * sizes.load(gl.SliceLayout(0, layout))[None, :]
+    solve_tile = gl.allocate_shared_memory(gl.float16, [64, 64], inverse.layout)
+    solve_tile.store(to_half(solve))
     fence_async_shared()
     gl.thread_barrier()
-    tma.async_copy_shared_to_global(inverse, [out, 0], tile)
+    tma.async_copy_shared_to_global(inverse, [out, 0], solve_tile)
     tma.store_wait(0)

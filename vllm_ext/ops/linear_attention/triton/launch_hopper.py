@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,11 +23,8 @@ WIDEST_BLOCK = 128
 _LEAST_COLUMNS = 64
 _MOST_STAGES = 3
 _SHARED_BYTES = 227 * 1024
-# Of a thread, by kernel: four programs of four warps on a multiprocessor, three, two of eight, and five.
-REGISTERS = {"gdn": 128, "gdn with norms": 168, "kda": 128, "inverse": 96}
-# GDN's programs stay and take turns when there is this many times the work that fills the multiprocessors.
-_LEAST_ROUNDS = 4
-_RESIDENT = {"gdn": 4, "gdn with norms": 3}
+# Of a thread, by kernel: four programs of four warps on a multiprocessor, two of eight, and five.
+REGISTERS = {"gdn": 128, "kda": 128, "inverse": 96}
 # Up to so many chunks of heads a launch starts while the one before it ends; more of them fill the GPU either way, and
 # programs that wait for their turn take room from those that do not.
 _MOST_DEPENDENT = 8192
@@ -44,11 +40,6 @@ def stages(key_dim: int, groups: int, kda: bool) -> int:
     keys = 128 * key_dim * (3 if kda else 2)
     stage = keys + 2 * 8192 + 8192 * groups + (4 * key_dim if kda else 1024)
     return min(_MOST_STAGES, (_SHARED_BYTES - 8192 * groups - 512) // stage)
-
-
-@functools.lru_cache(maxsize=64)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _square(x: torch.Tensor) -> TensorDescriptor:
@@ -73,13 +64,10 @@ def prepare_gdn(
     """
     inverse, scores, factors = results
     keys = [CHUNK, constants["K"]]
-    kernel = "gdn with norms" if constants["NORMALISE"] else "gdn"
-    (items,) = grid
-    resident = _RESIDENT[kernel] * _multiprocessors(q.device)
-    prepare_gdn_hopper_kernel[(items if items < _LEAST_ROUNDS * resident else resident,)](
+    prepare_gdn_hopper_kernel[grid](
         descriptor(q.flatten(1), keys), descriptor(k.flatten(1), keys), g, beta, cu_seqlens, _square(inverse),
-        _square(scores), factors, *counts, *steps[2:4], *steps[6:], items, **constants,
-        num_warps=4, maxnreg=REGISTERS[kernel],
+        _square(scores), factors, *counts, *steps[2:4], *steps[6:], **constants,
+        num_warps=4, maxnreg=REGISTERS["gdn"],
     )  # fmt: skip
 
 
