@@ -84,7 +84,7 @@ def mend_vllm() -> None:
     from vllm_ext import compat
     from vllm_ext.model_executor import linear_attention_states
 
-    linear_attention_states.is_served = compat.is_linear_attention
+    vars(linear_attention_states)["is_served"] = compat.is_linear_attention
 
 
 def skip_autotuning() -> None:
@@ -277,7 +277,7 @@ def launch(kinds: list[str], args: argparse.Namespace, folder: Path) -> list[tup
     from tiny_models import write_tiny_model
 
     server = engine_processes.context({"VLLM_LOGGING_LEVEL": "DEBUG", "OMP_NUM_THREADS": "1"})
-    started = []
+    started: list[tuple[str, str, Any]] = []
     for kind, processes in zip(kinds, args.processes * len(kinds), strict=False):
         model = str(write_tiny_model(kind, folder / kind, **SIZES[kind]))
         for index in range(processes):
