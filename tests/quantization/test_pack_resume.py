@@ -71,7 +71,7 @@ def test_resuming_packs_again_what_its_source_no_longer_is(checkpoint, tmp_path)
     save_file(tensors, second)
     assert quantize(source, packed) == 1
     out = tmp_path / "packed.partial" / "out"
-    assert [path.name for path in out.glob("*.safetensors")] == [first.name]
+    assert [path.name for path in out.iterdir() if "safetensors" in path.name] == [first.name], "no half of a file"
     (out / "model-00001-of-00001.safetensors").write_bytes(b"of the source's former index")
     second.write_bytes(good)
     save_file({name: value + 1 for name, value in load_file(first).items()}, first)
