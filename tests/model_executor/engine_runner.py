@@ -3,7 +3,8 @@
     python engine_runner.py JOBS.json RESULTS.json
 
 A job: {"model": dir, "options": {...LLM arguments}, "prompts": [[token ids]], "max_tokens": n, "before": "name"};
-`before` is a function below, called before the engine starts; what it changes stays changed for the jobs after it.
+`before` is a function below, called before the engine starts; what it changes stays changed for the jobs after it, unless
+it returns a function that undoes it.
 More keys: "reload": a checkpoint whose weights replace the model's before it is asked; "lora": an adapter's folder;
 "cached": the prompts are asked once before. With the latter two the prompts' log-probabilities are left out.
 "used_slots": the caches of linear attention hold states of requests that are gone.
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +55,8 @@ def refuse_every_call() -> None:
     module.chunk_gated_delta_rule = refuse
 
 
-def tell_decodes_by_length() -> None:
-    """What vLLM 0.23 does: a first chunk of one token counts as a decode."""
+def tell_decodes_by_length() -> Callable[[], None]:
+    """What vLLM 0.23 does: a first chunk of one token counts as a decode. Returns what undoes it."""
     from vllm.v1.attention.backends import gdn_attn
 
     split = gdn_attn.split_decodes_and_prefills
@@ -63,6 +65,7 @@ def tell_decodes_by_length() -> None:
         return split(metadata, decode_threshold=decode_threshold)
 
     gdn_attn.split_decodes_and_prefills = by_length
+    return lambda: setattr(gdn_attn, "split_decodes_and_prefills", split)
 
 
 def fill_slots(llm: Any) -> None:
@@ -79,8 +82,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    if job.get("before"):
-        globals()[job["before"]]()
+    undo = globals()[job["before"]]() if job.get("before") else None
     defaults = {"max_model_len": 1024, "max_num_seqs": 8, "enable_prefix_caching": False, "enforce_eager": True}
     llm = LLM(model=job["model"], **{**defaults, **job.get("options", {})})
     if job.get("reload"):
@@ -110,6 +112,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     llm.llm_engine.engine_core.shutdown()
     del llm
     gc.collect()
+    if undo:
+        undo()
     return result
 
 
