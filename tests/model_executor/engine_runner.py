@@ -3,8 +3,8 @@
     python engine_runner.py JOBS.json RESULTS.json
 
 A job: {"model": dir, "options": {...LLM arguments}, "prompts": [[token ids]], "max_tokens": n, "before": "name"};
-`before` is a function below, called before the engine starts; what it changes stays changed for the jobs after it, unless
-it returns a function that undoes it.
+`before` is a function below, called before the engine starts; what it changes stays changed for the jobs after it,
+unless it returns a function that undoes it.
 More keys: "reload": a checkpoint whose weights replace the model's before it is asked; "lora": an adapter's folder;
 "cached": the prompts are asked once before. With the latter two the prompts' log-probabilities are left out.
 "used_slots": the caches of linear attention hold states of requests that are gone.
