@@ -70,9 +70,11 @@ def tell_decodes_by_length() -> Callable[[], None]:
 
 def fill_slots(llm: Any) -> None:
     """Every slot of every linear-attention layer."""
+    from vllm_ext.model_executor.linear_attention_hooks import is_served
+
     config = llm.llm_engine.vllm_config.compilation_config
     for layer in config.static_forward_context.values():
-        if hasattr(layer, "_vllm_ext_prefill"):
+        if is_served(layer):
             for cache in layer.kv_cache:
                 cache.fill_(1.0)
 

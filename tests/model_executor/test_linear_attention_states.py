@@ -80,3 +80,16 @@ def test_slots_are_clear_before_the_step_runs(worker):
     hook_worker(module)
     hook_worker(module)
     assert Worker().execute_model(step(new=[("a", 0, 1, ([9], [2]))]), extra=3) == ([2], 3)
+
+
+def test_an_engine_without_ha_npu_does_not_look_at_its_steps(worker):
+    class Worker:
+        vllm_config, model_runner = worker.vllm_config, worker.model_runner
+
+        def execute_model(self, scheduler_output):
+            return "answered"
+
+    for name in ("linear.0", "linear.1"):
+        worker.layers[name] = layer(False)
+    hook_worker(SimpleNamespace(Worker=Worker))
+    assert Worker().execute_model(object()) == "answered"

@@ -15,6 +15,7 @@ from typing import Any
 from vllm_ext.model_executor.linear_attention_hooks import is_served
 
 _MARK = "_vllm_ext_clears_states"
+_SERVES = "_vllm_ext_serves_states"
 
 
 def hook_worker(module: Any) -> None:
@@ -26,11 +27,20 @@ def hook_worker(module: Any) -> None:
 
     @functools.wraps(execute)
     def wrapped(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        clear_first_states(self, scheduler_output)
+        # Asked once, when the model is there: a step of an engine that ha_npu does not serve is not looked at.
+        if not hasattr(self, _SERVES):
+            setattr(self, _SERVES, any(map(is_served, _layers(self).values())))
+        if getattr(self, _SERVES):
+            clear_first_states(self, scheduler_output)
         return execute(self, scheduler_output, *args, **kwargs)
 
     cls.execute_model = wrapped
     setattr(cls, _MARK, True)
+
+
+def _layers(worker: Any) -> dict[str, Any]:
+    layers: dict[str, Any] = worker.vllm_config.compilation_config.static_forward_context
+    return layers
 
 
 def clear_first_states(worker: Any, scheduler_output: Any) -> None:
@@ -38,7 +48,7 @@ def clear_first_states(worker: Any, scheduler_output: Any) -> None:
     starting = list(first_single_tokens(scheduler_output))
     if not starting:
         return
-    layers = worker.vllm_config.compilation_config.static_forward_context
+    layers = _layers(worker)
     for index, group in enumerate(worker.model_runner.kv_cache_config.kv_cache_groups):
         slots = sorted({block for blocks in starting for block in blocks[index]})
         for name in group.layer_names:
