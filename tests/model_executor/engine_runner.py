@@ -68,17 +68,6 @@ def tell_decodes_by_length() -> Callable[[], None]:
     return lambda: setattr(gdn_attn, "split_decodes_and_prefills", split)
 
 
-def fill_slots(llm: Any) -> None:
-    """Every slot of every linear-attention layer."""
-    from vllm_ext.model_executor.linear_attention_hooks import is_served
-
-    config = llm.llm_engine.vllm_config.compilation_config
-    for layer in config.static_forward_context.values():
-        if is_served(layer):
-            for cache in layer.kv_cache:
-                cache.fill_(1.0)
-
-
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Start the job's engine, ask it, and let it go."""
     from vllm import LLM, SamplingParams
@@ -90,7 +79,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if job.get("reload"):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": job["reload"]})
     if job.get("used_slots"):
-        fill_slots(llm)
+        from vllm_ext.benchmarks.request_mixes import fill_slots
+
+        llm.collective_rpc(fill_slots, args=(1.0,))
     adapter = LoRARequest("adapter", 1, job["lora"]) if job.get("lora") else None
     sampling = SamplingParams(temperature=0, max_tokens=job.get("max_tokens", 8), prompt_logprobs=0, logprobs=2)
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
