@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -90,7 +91,8 @@ def _compile_candidates_in_threads() -> None:
 
 
 def fla(op: str, call: dict[str, Any]) -> Call:
-    """fla-core's chunked kernels."""
+    """fla-core's chunked kernels. Where FlashQLA is installed fla-core would hand the gated delta rule to it."""
+    os.environ["FLA_FLASH_QLA"] = "0"
     _compile_candidates_in_threads()
     if op == "gdn":
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as function

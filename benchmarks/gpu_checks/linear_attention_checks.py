@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import sys
 import traceback
 from dataclasses import dataclass, field
@@ -154,7 +155,11 @@ def check_case(case: Case, op: str) -> Result:
 
 
 def check_fla(op: str) -> Result:
-    """Our errors and fla-core's on the same inputs; its kernels run as they are first tried, whatever is fastest."""
+    """Our errors and fla-core's on the same inputs; its kernels run as they are first tried, whatever is fastest.
+
+    Where FlashQLA is installed fla-core would hand the gated delta rule to it.
+    """
+    os.environ["FLA_FLASH_QLA"] = "0"
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_gdn
     from fla.ops.kda import chunk_kda as fla_kda
     from triton.runtime.autotuner import Autotuner
