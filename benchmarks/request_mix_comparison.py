@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from vllm_ext.benchmarks.request_mixes import Answer, Mix, MixEngine, MixRequest
+from vllm_ext.benchmarks.request_mixes import Answer, Mix, MixRequest
 
 
 @dataclass(frozen=True)
@@ -155,12 +155,12 @@ def replaced_kernels(replace: Callable[[Callable[..., Any]], Callable[..., Any]]
 class Judge:
     """Says who is off where two engines disagree about a state.
 
-    A state is computed once more by an ha_npu engine without a prefix cache, from the request's tokens alone, all in
-    one step, by the FP64 definition: neither the kernels in question nor any cached, gathered or continued state have
-    part in it. `verdicts` keeps both engines' errors against that.
+    A state is computed once more by `run`, that of an ha_npu engine in this process without a prefix cache, from the
+    request's tokens alone, all in one step, by the FP64 definition: neither the kernels in question nor any cached,
+    gathered or continued state have part in it. `verdicts` keeps both engines' errors against that.
     """
 
-    engine: MixEngine
+    run: Callable[[Mix], list[Answer]]
     most: int = 3
     verdicts: list[dict[str, Any]] = field(default_factory=list)
 
@@ -195,7 +195,7 @@ class Judge:
     def _truth(self, mix: Mix, answer: Answer, where: Disagreement) -> list[torch.Tensor]:
         tokens = (*mix.requests[where.request].prompt_token_ids, *answer.tokens)[: where.computed]
         with replaced_kernels(lambda operator: partial(operator, backend="reference")):
-            alone = self.engine.run(Mix((MixRequest(tokens, 1, 0),), len(tokens)))
+            alone = self.run(Mix((MixRequest(tokens, 1, 0),), len(tokens)))
         return alone[0].states[0, where.computed]
 
 

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm_ext.benchmarks.request_mix_comparison import Comparison, Judge, Tolerance, replaced_kernels
 from vllm_ext.benchmarks.request_mixes import Answer, Mix, MixEngine, MixRequest
 
+Change = Callable[..., dict[str, Any]]
+"""change(**call): the operands a kernel gets in place of those of its call."""
 
-def wrong_kernel(change: Callable[..., dict[str, Any]]) -> AbstractContextManager[None]:
-    """Within, every ha_npu prefill gets `change(**call)` in place of its operands: for checks that must notice."""
 
+@contextmanager
+def wrong_kernel(engine: MixEngine, change: Change) -> Iterator[None]:
+    """Within, every ha_npu prefill in the processes of the engine's workers gets `change(**call)` for its operands."""
+    engine.engine.collective_rpc(_enter, args=(change,))
+    try:
+        yield
+    finally:
+        engine.engine.collective_rpc(_leave)
+
+
+def _enter(worker: Any, change: Change) -> None:
     def changed(operator: Callable[..., Any]) -> Callable[..., Any]:
         names = ("q", "k", "v", "g", "beta")
         return lambda *args, **kwargs: operator(**change(**dict(zip(names, args, strict=False)), **kwargs))
 
-    return replaced_kernels(changed)
+    worker.wrong_kernel = replaced_kernels(changed)
+    worker.wrong_kernel.__enter__()
+
+
+def _leave(worker: Any) -> None:
+    worker.wrong_kernel.__exit__(None, None, None)
 
 
 REFUSED_LENGTH = 13
@@ -55,7 +71,7 @@ def wrong_kernels_noticed(
     mix = Mix(tuple(MixRequest(prompt, 2, 0) for prompt in prompts), 2 * block)
     right, noticed = stock.run(mix), {}
     for change in (forget_initial_state, swap_initial_states):
-        with wrong_kernel(change):
+        with wrong_kernel(ours, change):
             wrong = ours.run(mix)
         found = Comparison().disagreements(right, wrong, tolerance)
         noticed[change.__name__] = len(judge.failures(mix, right, wrong, found, tolerance) if judge else found)
@@ -97,7 +113,7 @@ def check_refusal(engine: MixEngine, tolerance: Tolerance) -> list[str]:
     """What is wrong with how a refused sequence ends: its request alone fails, says why, and leaves nothing behind."""
     mix, comparison = refused_mix(engine), Comparison()
     right = engine.run(mix)
-    with wrong_kernel(refuse):
+    with wrong_kernel(engine, refuse):
         answers = engine.run(mix)
     comparison.add(right, engine.run(mix), tolerance)
     return judge_refusal(right, answers, comparison, tolerance)

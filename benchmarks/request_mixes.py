@@ -111,7 +111,7 @@ def _tokens(integer: Integer, count: int, vocabulary: int) -> tuple[int, ...]:
 
 
 class MixEngine:
-    """A vLLM engine that runs mixes step by step. Needs VLLM_ENABLE_V1_MULTIPROCESSING=0, and one worker for states.
+    """A vLLM engine that runs mixes step by step. Needs VLLM_ENABLE_V1_MULTIPROCESSING=0, and speculation one worker.
 
     left_behind: what slots hold before a mix. Of two engines to be compared it must differ, or not be a number.
     """
@@ -128,7 +128,6 @@ class MixEngine:
             drafter = core.model_executor.driver_worker.worker.model_runner.drafter
             drafter.batch_propose = self._propose
         self.cache_mode = core.vllm_config.cache_config.mamba_cache_mode
-        self._layers = core.vllm_config.compilation_config.static_forward_context
         self._answers: dict[str, Answer] = {}
         self._count = 0
         update = self.scheduler.update_from_output
@@ -227,6 +226,7 @@ class MixEngine:
                 yield index, group.kv_cache_spec
 
     def _read_states(self, scheduler_output: Any) -> None:
+        places: list[tuple[Answer, tuple[int, int], list[tuple[str, int]]]] = []
         for internal, scheduled in scheduler_output.num_scheduled_tokens.items():
             request = self.scheduler.requests.get(internal)
             if request is None or request.is_finished():
@@ -238,7 +238,13 @@ class MixEngine:
                 continue
             name = self._name_of(internal)
             if name is not None and scheduled:
-                self._answers[name].states[generated, computed] = self._states_of(internal, computed)
+                places.append((self._answers[name], (generated, computed), self._slots_of(internal, computed)))
+        if places:
+            slots = [slot for *_, own in places for slot in own]
+            by_rank = self.engine.collective_rpc(read_slots, args=(slots,))
+            states = iter([torch.cat(parts) for parts in zip(*by_rank, strict=True)])
+            for answer, after, own in places:
+                answer.states[after] = [next(states) for _ in own]
 
     def _name_of(self, internal: str) -> str | None:
         """The name a request was added under; vLLM may have made its own id unique by a suffix."""
@@ -246,15 +252,15 @@ class MixEngine:
             return internal
         return next((name for name in self._answers if internal.startswith(f"{name}-")), None)
 
-    def _states_of(self, internal: str, computed: int) -> list[torch.Tensor]:
+    def _slots_of(self, internal: str, computed: int) -> list[tuple[str, int]]:
+        """The slot of a request's state in each linear-attention layer: (layer, slot)."""
         blocks = self.scheduler.kv_cache_manager.get_block_ids(internal)
-        states = []
+        found = []
         for index, spec in self._mamba_groups():
             column = (computed - 1) // spec.block_size if self.cache_mode == "align" else 0
-            slot = blocks[index][column]
             for name in self.scheduler.kv_cache_config.kv_cache_groups[index].layer_names:
-                states.append(self._layers[name].kv_cache[1][slot].float().cpu().clone())
-        return states
+                found.append((name, blocks[index][column]))
+        return found
 
 
 def fill_slots(worker: Any, value: float) -> None:
@@ -263,6 +269,12 @@ def fill_slots(worker: Any, value: float) -> None:
         if is_linear_attention(layer):
             for cache in layer.kv_cache:
                 cache[1:] = value
+
+
+def read_slots(worker: Any, slots: list[tuple[str, int]]) -> list[torch.Tensor]:
+    """A worker's heads of the recurrent states in the slots of (layer, slot), in FP32: [heads, ...] each."""
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    return [layers[name].kv_cache[1][slot].float().cpu().clone() for name, slot in slots]
 
 
 def situations(mixes: Iterable[tuple[Mix, list[Answer]]], num_spec: int = 0) -> dict[str, int]:

@@ -1,13 +1,15 @@
 """Random request mixes through real vLLM on a GPU, with and without `ha_npu`: GDN + MoE, and KDA + MoE + MLA.
 
-    python benchmarks/gpu_checks/linear_attention_serving.py [--mixes 540] [--seconds 150] [--processes 8 4] [--out F]
+    python benchmarks/gpu_checks/linear_attention_serving.py [--mixes 540] [--more 100] [--seconds 150]
+        [--processes 8 4] [--devices 0 1] [--out F]
 
 Each kind of model is served by several processes at once, each with a pair of engines (stock and ha_npu) without prefix
-caching, one with it, and one with speculation where vLLM has it for the layer. Mixes and comparison are those of
-`request_mixes`; a mix's number is its seed, and no two are the same. What does not fit the time is not run, and the
-result says how many were.
-The first process of a kind also checks that the comparison notices a wrong kernel, and that a sequence which the kernel
-refuses ends its own request only. Exit status 0 when everything agrees.
+caching, one with it, and one with speculation where vLLM has it for the layer. `--more` mixes go to a pair with
+torch.compile and CUDA graphs, and as many to a pair of two ranks where there are two devices, in processes of their
+own. Mixes and comparison are those of `request_mixes`; a mix's number is its seed, and no two of a kind are the same.
+What does not fit the time is not run, and the result says how many were.
+The first process of a kind and the one with two ranks also check that the comparison notices a wrong kernel, and that
+a sequence which the kernel refuses ends its own request only. Exit status 0 when everything agrees.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +62,15 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
             "prompt_lookup_min": 1,
         },
     },
+    "graphs": {
+        "enable_prefix_caching": True,
+        "enforce_eager": False,
+        "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]},
+    },
+    "two ranks": {"enable_prefix_caching": True, "tensor_parallel_size": 2},
 }
+# These need a minute before their first mix, so each has processes of its own.
+BY_THEMSELVES = ("graphs", "two ranks")
 # Every expert serves every token: where two experts tie, rounding would swap them and move a log-probability by 0.7.
 SIZES: dict[str, dict[str, int]] = {
     "qwen3-next": {"num_experts": 4, "num_experts_per_tok": 4},
@@ -100,36 +111,59 @@ def skip_autotuning() -> None:
     Autotuner.run = run_first
 
 
+def shares(kind: str, mixes: int, more: int, devices: int) -> dict[str, range]:
+    """The mixes of each configuration of a kind, by their seeds."""
+    common = [name for name in CONFIGURATIONS if name not in BY_THEMSELVES and (kind, name) not in UNSUPPORTED]
+    found = {
+        name: range(mixes * index // len(common), mixes * (index + 1) // len(common))
+        for index, name in enumerate(common)
+    }
+    for index, name in enumerate(BY_THEMSELVES[: None if devices > 1 else 1]):
+        found[name] = range(mixes + more * index, mixes + more * (index + 1))
+    return found
+
+
+@dataclass
 class Child:
-    """One process, `place` of `processes`: the kind's configurations one after another, each with its part of the mixes
-    and of the time; a file keeps up with it.
+    """One process: some configurations of a kind one after another, each with its mixes and its part of the time.
+
+    first: whether this process does the checks that one of a kind does. A file keeps up with what it has found.
     """
 
-    def __init__(
-        self, kind: str, model: str, mixes: int, place: int, processes: int, seconds: float, result: Path
-    ) -> None:
-        self.kind, self.model, self.result = kind, model, result
-        self.mixes, self.place, self.processes = mixes, place, processes
+    kind: str
+    model: str
+    seeds: dict[str, range]
+    first: bool
+    seconds: float
+    result: Path
+    found: dict[str, Any] = field(
+        default_factory=lambda: {"errors": {}, "checks": {}, "configurations": {}, "bad": [], "seconds": {}}
+    )
+    plain: Any = None
+    judging: Any = None
+
+    def __post_init__(self) -> None:
         self.began = time.monotonic()
-        self.deadline = self.began + seconds
-        self.found: dict[str, Any] = {"errors": {}, "checks": {}, "configurations": {}, "bad": [], "seconds": {}}
-        self.plain: Any = None
-        self.exact: Any = None
+        self.deadline = self.began + self.seconds
 
     def run(self) -> None:
         """Everything; an error ends its configuration only."""
-        names = [name for name in CONFIGURATIONS if (self.kind, name) not in UNSUPPORTED]
-        for index, name in enumerate(names):
-            first, end = (self.mixes * at // len(names) for at in (index, index + 1))
-            seeds = range(first + self.place, end, self.processes)
+        for index, (name, seeds) in enumerate(self.seeds.items()):
             try:
-                self.configuration(name, seeds, len(names) - index)
+                self.configuration(name, seeds, len(self.seeds) - index)
             except Exception as error:
                 traceback.print_exc()
                 self.found["errors"][name] = f"{type(error).__name__}: {error}"[:600]
             self.write()
         self.found["finished"] = True
         self.note("end")
+
+    def run_exactly(self, mix: Any) -> Any:
+        """The mix through a plain ha_npu engine in this process, for the judge; started when it is first needed."""
+        if self.judging is None:
+            options = {**COMMON, **BY_KIND[self.kind], **CONFIGURATIONS["plain"]}
+            self.judging = start_engine(self.model, -1.0, attention_backend="ha_npu", **options)
+        return self.judging.run(mix)
 
     def note(self, event: str) -> None:
         """Say when something came about, so that an end by force shows how far things were."""
@@ -161,11 +195,11 @@ class Child:
         # Layers have said who serves them. At each step DEBUG would print tensors, which takes longer than the step.
         logging.getLogger("vllm").setLevel(logging.INFO)
         if name == "plain":
-            self.plain, self.exact = stock, ours
+            self.plain, self.judging = stock, ours
         aligned = stock.cache_mode == "align"
         block = stock.mamba_block_size() if aligned else 128
         least = block if aligned else 16 if stock.num_spec else 8
-        comparison, judge, seen = Comparison(), Judge(self.exact), []
+        comparison, judge, seen = Comparison(), Judge(self.run_exactly), []
 
         def one_mix(seed: int) -> None:
             mix = rm.draw_mix(random.Random(seed).randint, block=block, num_spec=stock.num_spec, least_budget=least)
@@ -190,8 +224,8 @@ class Child:
 
         one_mix(seeds[0])
         self.note(f"{name}: first mix")
-        if name != "speculative" and self.place == 0:
-            self.found["checks"][name] = final_checks((stock, ours), tolerance, Judge(self.exact))
+        if name in ("plain", "prefix", "two ranks") and self.first:
+            self.found["checks"][name] = final_checks((stock, ours), tolerance, Judge(self.run_exactly))
             self.note(f"{name}: checks")
         now = time.monotonic()
         until = now + (self.deadline - now - STARTING_UP * (left - 1)) / left
@@ -258,7 +292,7 @@ def judge(parts: list[dict[str, Any]], merged: dict[str, Any]) -> bool:
 
 
 def child(device: str | None, *job: Any) -> None:
-    """One process's part (`Child`), on one of the machine's devices."""
+    """One process's part (`Child`), on one or several of the machine's devices."""
     if device is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = device
     process = Child(*job)
@@ -276,15 +310,23 @@ def launch(kinds: list[str], args: argparse.Namespace, folder: Path) -> list[tup
     sys.path.insert(0, str(ROOT / "examples"))
     from tiny_models import write_tiny_model
 
-    server = engine_processes.context({"VLLM_LOGGING_LEVEL": "DEBUG", "OMP_NUM_THREADS": "1"})
+    # Workers of two ranks take functions by name, and start where CUDA may be in use.
+    workers = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "NCCL_NVLS_ENABLE": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+    server = engine_processes.context({"VLLM_LOGGING_LEVEL": "DEBUG", "OMP_NUM_THREADS": "1", **workers})
     started: list[tuple[str, str, Any]] = []
+    devices = args.devices or [None]
     for kind, processes in zip(kinds, args.processes * len(kinds), strict=False):
         model = str(write_tiny_model(kind, folder / kind, **SIZES[kind]))
-        for index in range(processes):
+        seeds = shares(kind, args.mixes, args.more, len(devices))
+        alone = [{name: seeds.pop(name)} for name in BY_THEMSELVES if name in seeds]
+        parts = [{name: mixes[index::processes] for name, mixes in seeds.items()} for index in range(processes)]
+        for index, part in enumerate([*alone, *parts]):
             name = f"{kind}-{index}"
-            device = args.devices[len(started) % len(args.devices)] if args.devices else None
-            job = (device, kind, model, args.mixes, index, processes, args.seconds, folder / f"{name}.json")
-            started.append((kind, name, engine_processes.start(server, child, job, folder / f"{name}.log")))
+            device = ",".join(devices) if "two ranks" in part else devices[len(started) % len(devices)]
+            first = "two ranks" in part or index == len(alone)
+            job = (device, kind, model, part, first, args.seconds, folder / f"{name}.json")
+            patience = args.seconds - 10
+            started.append((kind, name, engine_processes.start(server, child, job, folder / f"{name}.log", patience)))
     return started
 
 
@@ -346,9 +388,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", action="append", choices=KINDS, help="one kind of model only; may be repeated")
     parser.add_argument("--mixes", type=int, default=540, help="of each kind (default: %(default)s)")
+    parser.add_argument("--more", type=int, default=100, help="with graphs, and over two ranks (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=150, help="for all of it (default: %(default)s)")
     parser.add_argument("--processes", type=int, nargs="+", default=[3], help="of each kind, or of all (default: 3)")
-    parser.add_argument("--devices", nargs="+", help="CUDA devices the processes take turns to be placed on")
+    parser.add_argument("--devices", nargs="+", help="CUDA devices the processes are placed on in turns")
     parser.add_argument("--out", type=Path, help="also write the result, with the machine's description, here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

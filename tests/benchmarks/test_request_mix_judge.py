@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from vllm_ext.benchmarks.request_mix_comparison import Comparison, Judge, Tolerance
@@ -28,7 +26,7 @@ def judged(one: Answer, other: Answer) -> tuple[int, Judge]:
         asked.append(mix)
         return [Answer(states={(0, len(mix.requests[0].prompt_token_ids)): TRUTH})]
 
-    judge = Judge(SimpleNamespace(run=run))
+    judge = Judge(run)
     found = Comparison().disagreements([one], [other], TOLERANCE)
     held = judge.failures(MIX, [one], [other], found, TOLERANCE)
     for mix in asked:

@@ -121,8 +121,7 @@ def start(model: str, **options: Any) -> Any:
     from vllm_ext.benchmarks.request_mixes import MixEngine
 
     # With asynchronous scheduling the next step may have run when the states of one are read.
-    read_states = options.get("tensor_parallel_size", 1) == 1 and not options.get("async_scheduling")
-    return MixEngine(LLM(model=model, **{**OPTIONS, **options}), read_states=read_states)
+    return MixEngine(LLM(model=model, **{**OPTIONS, **options}), read_states=not options.get("async_scheduling"))
 
 
 class Mixes:
@@ -216,7 +215,7 @@ def refusals(mixes: Mixes) -> dict[str, list[str]]:
         **CONFIGURATIONS["plain"],
     )
     mix, comparison = faults.refused_mix(fallback), comparing.Comparison()
-    with faults.wrong_kernel(faults.refuse):
+    with faults.wrong_kernel(fallback, faults.refuse):
         comparison.add(mixes.pairs["plain"][0].run(mix), fallback.run(mix), mixes.tolerance)
     wrong["fallback"] = comparison.failures
     return wrong
@@ -284,21 +283,13 @@ def interpreted(folder: Path, examples: int) -> dict[str, Any]:
     }
 
 
-def refuse_in_worker(worker: Any) -> None:
-    """Make a worker's kernel refuse sequences of `REFUSED_LENGTH` tokens from now on."""
-    from vllm_ext.benchmarks import request_mix_faults as faults
-
-    worker.refusal = faults.wrong_kernel(faults.refuse)  # kept, or it would be left at once
-    worker.refusal.__enter__()
-
-
 def tensor_parallel(folder: Path, examples: int) -> dict[str, Any]:
-    """Two ranks, with prefix caching: tokens of stock and ha_npu, one engine after the other, and a refusal at last."""
+    """Two ranks, with prefix caching: stock and ha_npu, one engine after the other, and a refusal at last."""
     from vllm_ext.benchmarks import request_mix_comparison as comparing
     from vllm_ext.benchmarks import request_mix_faults as faults
     from vllm_ext.benchmarks import request_mixes as rm
 
-    tolerance = comparing.Tolerance((), LOG_PROB_TOLERANCE["gdn"])
+    tolerance = comparing.Tolerance(STATE_TOLERANCES["gdn"], LOG_PROB_TOLERANCE["gdn"])
     model = write_model("gdn", folder, linear_num_key_heads=2, linear_num_value_heads=4)
     options = {**CONFIGURATIONS["prefix"], "tensor_parallel_size": 2}
     answers: dict[str, list[Any]] = {}
@@ -309,10 +300,7 @@ def tensor_parallel(folder: Path, examples: int) -> dict[str, Any]:
         drawn = [rm.draw_mix(random.Random(seed).randint, block=block, least_budget=block) for seed in range(examples)]
         answers[name] = [engine.run(mix) for mix in drawn]
         if name == "ha_npu":
-            mix, wrong = faults.refused_mix(engine), comparing.Comparison()
-            right = engine.run(mix)
-            engine.engine.collective_rpc(refuse_in_worker)
-            refused = faults.judge_refusal(right, engine.run(mix), wrong, tolerance)
+            refused = faults.check_refusal(engine, tolerance)
         engine.engine.engine_core.shutdown()
     comparison = comparing.Comparison()
     for one, other in zip(answers["stock"], answers["ha_npu"], strict=True):

@@ -98,6 +98,7 @@ def test_two_ranks_agree_in_random_mixes_and_end_a_refused_request_alone(tmp_pat
     found, _ = run("tensor-parallel", tmp_path, VLLM_CPU_OMP_THREADS_BIND="0|1", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     assert found["first_failures"] == []
     assert found["tokens_compared"] > 20
+    assert found["states_compared"] > 20
     assert found["situations"]["preempting_mixes"] > 0
     assert found["refused"] == []
 
