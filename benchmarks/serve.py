@@ -18,134 +18,35 @@ import os
 import shutil
 import signal
 import statistics
-import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vllm_ext.benchmarks.registry import RESULTS, describe_run, write_json
+from vllm_ext.benchmarks.serve_arms import ARMS, BASE, Serving, await_arms, cells, start_arms
 from vllm_ext.benchmarks.serve_checkpoints import (
     BF16,
     PACKED,
     SHAPES,
     ServedShape,
-    config_of,
     write_checkpoints,
     write_configs,
 )
-from vllm_ext.benchmarks.serve_engine import DRAWN, OUR_METHOD, EngineProcess, import_vllm_once, inspect_models
+from vllm_ext.benchmarks.serve_engine import import_vllm_once, inspect_models
 from vllm_ext.benchmarks.serve_loading import measure_loading
+from vllm_ext.benchmarks.serve_profile import mark_own, profile
+from vllm_ext.benchmarks.serve_profile import table as profile_table
 from vllm_ext.benchmarks.serve_report import add_bounds, chart, table
 
 ANSWER_TIMEOUT = 120.0
 # Nats a token. Quantising random weights moves a log-probability by about a tenth to a half (it is reported); a kernel
 # that computes something else moves it by the spread of the logits, 2.
 FAR_FROM_BF16 = 1.0
-BASE = "BF16"
-# Long prompts asked at once, each a step of its own: one alone would time the request's way through the engine too.
-PREFILLS = 4
-# Near the sizes by which vLLM's BF16 experts choose their launch.
-WARM_LENGTHS = (300, 500, 1000, 1500, 2000, 3000, 4000, 6000)
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One way to serve: which checkpoint, with which engine options. `same_bits` arms share their weights' bits."""
-
-    checkpoint: str
-    options: dict[str, Any] = field(default_factory=dict)
-    same_bits: bool = False
-
-
-ARMS = {
-    BASE: Arm(BF16),
-    "w4a16-grouped": Arm(BF16, {"quantization": OUR_METHOD}),
-    "w4a16-grouped, packed": Arm(PACKED, {"quantization": OUR_METHOD}, same_bits=True),
-    "Marlin, packed": Arm(PACKED, same_bits=True),
-}
-
-
-def kv_cache_bytes(config: dict[str, Any], args: argparse.Namespace) -> int:
-    """What all requests of the largest batch, or the long prompts, take in 16 bits, and a fifth more."""
-    heads, size = config["num_key_value_heads"], config["head_dim"]
-    tokens = max(PREFILLS * args.prefill, max(args.batches) * (args.input_tokens + args.output_tokens), 4096)
-    return int(1.2 * tokens * config["num_hidden_layers"] * 2 * heads * size * 2)
-
-
-def engine_options(config: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """What all arms of a shape have in common: vLLM's defaults, but for what the requests that are timed ask for."""
-    options: dict[str, Any] = {
-        "skip_tokenizer_init": True,
-        "enable_prefix_caching": False,  # rounds repeat their prompts
-        "max_model_len": max(args.prefill, args.checked_tokens, args.input_tokens + args.output_tokens) + 1,
-        "max_num_seqs": max(args.batches),
-        "max_num_batched_tokens": max(args.prefill, 2048),
-        "gpu_memory_utilization": 0.05,
-        "kv_cache_memory_bytes": kv_cache_bytes(config, args),  # engines side by side would count each other as used
-        "enforce_eager": args.eager,
-    }
-    if args.attention_backend:
-        options["attention_backend"] = args.attention_backend
-    if not args.eager:
-        options["compilation_config"] = {"cudagraph_capture_sizes": sorted(set(args.batches))}
-    return options
-
-
-@dataclass
-class Serving:
-    """One shape's run: its engines by arm, its document, and what was measured."""
-
-    shape: ServedShape
-    output: Path
-    document: dict[str, Any]
-    engines: dict[str, EngineProcess] = field(default_factory=dict)
-    rounds: list[dict[str, dict[str, dict[str, float]]]] = field(default_factory=list)
-
-    def drop(self, name: str, reason: str) -> None:
-        """Go on without an arm, and keep its log beside the document."""
-        print(f"{self.document['options']['shape']}, {name}: {reason}", file=sys.stderr, flush=True)
-        self.document["failed"][name] = reason
-        engine = self.engines.pop(name)
-        engine.close(1)
-        if engine.log.exists():
-            self.output.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(engine.log, self.output.with_name(f"{self.output.stem}.{engine.log.name}"))
-        write_json(self.output, self.document)
-
-
-def start_arms(args: argparse.Namespace, serving: Serving, context: Any, paths: dict[str, Path], folder: Path) -> None:
-    """Start every arm's engine, without waiting for it."""
-    config = config_of(serving.shape, args.layers)
-    for name in args.arms:
-        arm = ARMS[name]
-        plugins = "vllm_ext" if arm.options.get("quantization") == OUR_METHOD else ""
-        options = {**engine_options(config, args), **arm.options}
-        if not args.files:
-            group = serving.shape.group if arm.checkpoint == PACKED else None
-            drawn = {"kind": serving.shape.kind, "config": config, "seed": 0, "group": group}
-            options |= {"load_format": DRAWN, "model_loader_extra_config": drawn}
-        spec = {"model": str(paths[arm.checkpoint]), "options": options, "vocabulary": config["vocab_size"]}
-        spec["warm"] = {
-            "cells": [{key: cell[key] for key in ("batch", "inputs", "outputs")} for cell in cells(args)],
-            "lengths": [length for length in WARM_LENGTHS if length < args.prefill],
-        }
-        serving.engines[name] = EngineProcess(
-            context, name, spec, folder, {"VLLM_PLUGINS": plugins}, folder.parent / "inspected"
-        )
-
-
-def await_arms(serving: Serving, deadline: float) -> None:
-    """Drop the engines that are not ready by `deadline`, of time.monotonic()."""
-    for name, engine in list(serving.engines.items()):
-        try:
-            seconds = engine.answer(max(1.0, deadline - time.monotonic()))["ready_seconds"]
-        except RuntimeError as error:
-            serving.drop(name, str(error))
-        else:
-            serving.document["ready_seconds"][name] = seconds
-            print(f"{serving.document['options']['shape']}, {name}: ready after {seconds:.0f} s", flush=True)
+# Cells of so few requests take a fraction of a second, and scatter most by what the host does.
+QUICK_BATCH = 8
+# Steps of a traced cell: the later half is looked at.
+TRACED_OUTPUTS = 20
 
 
 def check(log_probs: dict[str, list[float]]) -> tuple[dict[str, float], dict[str, str]]:
@@ -185,16 +86,6 @@ def check_arms(serving: Serving, length: int) -> None:
         serving.drop(name, why)
 
 
-def cells(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What is timed: decoding at each batch size, and a few long prompts."""
-    decode = [
-        {"cell": f"batch {batch}", "batch": batch, "inputs": args.input_tokens, "outputs": args.output_tokens}
-        for batch in args.batches
-    ]
-    prefill = {"cell": f"prefill {args.prefill}", "batch": PREFILLS, "inputs": args.prefill, "outputs": 1}
-    return [*decode, prefill] if args.prefill else decode
-
-
 def rate(cell: dict[str, Any], answer: dict[str, Any]) -> float:
     """Output tokens a second of a decode cell, input tokens a second of the prefill."""
     tokens = cell["batch"] * cell["inputs"] if cell["outputs"] == 1 else answer["tokens"]
@@ -229,7 +120,7 @@ def summarise(
     """
     rows = []
     for cell in plan:
-        done = [found[cell["cell"]] for found in rounds]
+        done = [found[cell["cell"]] for found in rounds if cell["cell"] in found]
         for name in names:
             mine = [found[name] for found in done if name in found]
             if not mine:
@@ -256,16 +147,47 @@ def _paths(args: argparse.Namespace, shape: ServedShape, folder: Path) -> dict[s
 
 
 def time_arms(serving: Serving, number: int, args: argparse.Namespace) -> None:
-    """One more round of a shape; its document is written with what is known so far."""
+    """One more round of a shape; its document is written with what is known so far.
+
+    Of the quick cells a round has --repeats, in orders that alternate too.
+    """
     names = list(serving.engines)
-    order = names if number % 2 == 0 else names[::-1]
     plan = cells(args)
-    serving.rounds.append(one_round(serving, order, plan, seed=number))
-    serving.document["orders"].append(order)
+    quick = [cell for cell in plan if cell["outputs"] > 1 and cell["batch"] <= QUICK_BATCH]
+    for repeat in range(args.repeats if quick else 1):
+        order = names if (number + repeat) % 2 == 0 else names[::-1]
+        serving.rounds.append(one_round(serving, order, plan if repeat == 0 else quick, seed=number))
+        serving.document["orders"].append(order)
     rows = summarise(plan, serving.rounds, args.arms)
     serving.document["rows"] = add_bounds(rows, serving.shape, args.layers)
     write_json(serving.output, serving.document)
     print(f"{serving.document['options']['shape']}: round {number + 1} of {args.rounds}", flush=True)
+
+
+def trace_arms(serving: Serving, args: argparse.Namespace, deadline: float) -> None:
+    """Trace each cell in each arm, cell by cell, until `deadline` of time.monotonic(). After the rounds: what traces
+    may leave behind in a process is not timed. The first and the last cell come first: one request, and long prompts."""
+    first, *others = cells(args)
+    for cell in (first, *others[-1:], *others[:-1]):
+        outputs = min(cell["outputs"], TRACED_OUTPUTS)
+        found: dict[str, dict[str, Any]] = {}
+        for name, engine in list(serving.engines.items()):
+            left = deadline - time.monotonic()
+            if left < 1:
+                return
+            request = {"batch": cell["batch"], "inputs": cell["inputs"], "outputs": outputs, "seed": 0}
+            try:
+                kernels = engine.ask("trace", min(left, ANSWER_TIMEOUT), **request)["kernels"]
+            except RuntimeError as error:
+                serving.drop(name, str(error))
+                continue
+            steps = outputs if outputs > 1 else cell["batch"]
+            found[name] = profile(
+                [(str(one), float(begin), float(end)) for one, begin, end in kernels], args.layers, steps
+            )
+        mark_own(found)
+        serving.document.setdefault("profile", {})[cell["cell"]] = found
+        write_json(serving.output, serving.document)
 
 
 def measure(args: argparse.Namespace, servings: list[Serving], folder: Path) -> None:
@@ -297,10 +219,10 @@ def measure(args: argparse.Namespace, servings: list[Serving], folder: Path) -> 
             check_arms(serving, args.checked_tokens)
         for number in range(args.rounds):
             for serving in servings:
-                if number and time.monotonic() - begin > args.seconds:
-                    return
-                if serving.engines:
+                if serving.engines and not (number and time.monotonic() - begin > args.seconds):
                     time_arms(serving, number, args)
+        for serving in servings if args.profile else ():
+            trace_arms(serving, args, time.monotonic() + args.profile)
     finally:
         engines = [engine for serving in servings for engine in serving.engines.values()]
         for engine in engines:
@@ -323,6 +245,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--checked-tokens", type=int, default=256, help="tokens whose log-probabilities are compared")
     parser.add_argument("--prefill", type=int, default=8192, help="tokens of a long prompt; 0: none")
     parser.add_argument("--rounds", type=int, default=6, help="times that every arm is measured; even")
+    parser.add_argument("--repeats", type=int, default=1, help="times a round has batches of up to 8; odd")
+    parser.add_argument("--profile", type=float, default=0, metavar="SECONDS", help="trace kernels, so long a shape")
     parser.add_argument("--seconds", type=float, default=3600, help="begin no round, but the first, later than this")
     parser.add_argument("--files", action="store_true", help="write checkpoints, and load them; default: draw weights")
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
@@ -336,6 +260,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--arms: no {', '.join(sorted(unknown))}; there are {', '.join(ARMS)}")
     if args.rounds < 1 or args.layers < 1 or min(args.batches) < 1:
         parser.error("--rounds, --layers and --batches are at least 1")
+    if args.repeats < 1 or args.repeats % 2 == 0:
+        parser.error("--repeats is odd: an even number would let the same arm begin every round")
+    if args.profile and args.files:
+        parser.error("--profile asks the loader that draws weights; drop --files")
     if args.loading and not args.files:
         parser.error("--loading measures how checkpoints load; add --files")
     signal.signal(signal.SIGTERM, _end)
@@ -373,6 +301,8 @@ def run(args: argparse.Namespace) -> int:
         for serving in servings:
             write_json(serving.output, serving.document)
             print(f"{table(serving.document)}\nWrote {serving.output}", flush=True)
+            if "profile" in serving.document:
+                print(profile_table(serving.document), flush=True)
             if serving.document["rows"]:
                 picture = serving.output.with_suffix(".png")
                 chart(serving.document, picture)

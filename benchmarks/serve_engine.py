@@ -69,6 +69,13 @@ class Served:
             "distinct": sum(distinct) / max(1, len(distinct)),
         }
 
+    def trace(self, **request: int) -> Answer:
+        """Every kernel that `generate` with these arguments runs on the GPU."""
+        self.llm.collective_rpc("start_trace")
+        self.generate(**request)
+        (kernels,) = self.llm.collective_rpc("stop_trace")
+        return {"kernels": kernels}
+
     def warm(self, cells: list[dict[str, int]], lengths: list[int]) -> None:
         """Everything that is timed once, and single prompts of `lengths`: a batch's prompts come in steps of any size,
         and kernels of some sizes are compiled when they are first met."""

@@ -18,11 +18,35 @@ from vllm_ext.benchmarks.serve_engine import DRAWN
 
 
 class DrawsWeights:
-    """Mixed into vLLM's worker, so that it imports this module."""
+    """Mixed into vLLM's worker, so that it imports this module and answers these calls."""
+
+    _trace: Any = None
+
+    def start_trace(self) -> None:
+        """Note every kernel that runs on this worker's device from now on; without a GPU, every operation."""
+        self._trace = torch.profiler.profile(activities=[_traced()])
+        self._trace.start()
+
+    def stop_trace(self) -> list[tuple[str, float, float]]:
+        """(name, begin, end) of what ran since `start_trace`, copies among them, in microseconds."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._trace.stop()
+        events = self._trace.profiler.kineto_results.events()
+        ran = [
+            event for event in events if event.device_type().name == _traced().name and not event.is_user_annotation()
+        ]
+        begin = min((one.start_ns() for one in ran), default=0)
+        return [(one.name(), (one.start_ns() - begin) / 1e3, (one.end_ns() - begin) / 1e3) for one in ran]
 
     def device_mib(self) -> float:
         """MiB that PyTorch holds on this worker's device."""
         return torch.cuda.memory_reserved() / (1 << 20) if torch.cuda.is_available() else 0.0
+
+
+def _traced() -> torch.profiler.ProfilerActivity:
+    kinds = torch.profiler.ProfilerActivity
+    return kinds.CUDA if torch.cuda.is_available() else kinds.CPU
 
 
 @register_model_loader(DRAWN)

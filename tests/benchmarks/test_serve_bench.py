@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from vllm_ext.benchmarks import serve, serve_checkpoints, serve_report
+from vllm_ext.benchmarks import serve, serve_arms, serve_checkpoints, serve_report
 from vllm_ext.benchmarks.serve_checkpoints import (
     BF16,
     PACKED,
@@ -199,7 +199,7 @@ def test_files_hold_what_is_drawn_whatever_the_batches(tmp_path, kind, monkeypat
 def test_kv_cache_holds_the_largest_batch():
     args = argparse.Namespace(prefill=512, batches=[1, 64], input_tokens=100, output_tokens=28)
     config = {"num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": 64}
-    assert serve.kv_cache_bytes(config, args) >= 64 * 128 * (2 * 2 * 4 * 64 * 2)
+    assert serve_arms.kv_cache_bytes(config, args) >= 64 * 128 * (2 * 2 * 4 * 64 * 2)
 
 
 @pytest.mark.vllm

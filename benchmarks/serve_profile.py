@@ -1,0 +1,116 @@
+"""What `vllm-ext bench serve --profile` reads from a trace of an engine's GPU: the kernels of one layer, in their order
+and with the gaps between them, and how much of a step the GPU is busy.
+
+A kernel is (name, begin, end) in microseconds. Which kernels are an arm's own is told by their names: what some arm of
+the same cell never runs.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+Kernel = tuple[str, float, float]
+_LONGEST_NAME = 60
+
+
+def marker(kernels: list[Kernel], layers: int, steps: int) -> str | None:
+    """The first kernel that runs once in every layer of every step; of every step but the first, where prompts are read
+    by other kernels. None where nothing does."""
+    counts = Counter(name for name, _, _ in kernels)
+    wanted = (layers * steps, layers * (steps - 1))
+    return next((name for name, _, _ in kernels if counts[name] in wanted and counts[name]), None)
+
+
+def busy(kernels: list[Kernel], begin: float, end: float) -> float:
+    """Microseconds of [begin, end) in which some kernel runs; they may overlap."""
+    total, reached = 0.0, begin
+    for _, start, stop in kernels:
+        start, stop = max(start, reached), min(stop, end)
+        if stop > start:
+            total += stop - start
+            reached = stop
+    return total
+
+
+def profile(kernels: list[Kernel], layers: int, steps: int) -> dict[str, Any]:
+    """Of a trace of `steps` steps, by the median over its later half: a step's period, and the part of it in which the
+    GPU is busy; and of the layers that run the commonest sequence of kernels, each one's time and the gap before it.
+
+    A gap below 0 is an overlap. The last layer of a step is left out: the vocabulary's head follows it.
+    """
+    kernels = sorted(kernels, key=lambda one: one[1])
+    name = marker(kernels, layers, steps)
+    if name is None:
+        return {"kernels": _by_name(kernels)}
+    places = [place for place, kernel in enumerate(kernels) if kernel[0] == name]
+    count = len(places) // layers
+    firsts = [kernels[places[step * layers]][1] for step in range(count)]
+    spans = list(pairwise(firsts))[(count - 1) // 2 :]
+    found: dict[str, Any] = {"kernels": _by_name(kernels)}
+    if spans:
+        found["step_us"] = statistics.median(end - begin for begin, end in spans)
+        found["busy_us"] = statistics.median(busy(kernels, begin, end) for begin, end in spans)
+    inner = [kernels[first:last] for number, (first, last) in enumerate(pairwise(places)) if (number + 1) % layers]
+    later = inner[len(inner) // 2 :]
+    if not later:
+        return found
+    (usual, _), *_ = Counter(tuple(one[0] for one in layer) for layer in later).most_common(1)
+    alike = [layer for layer in later if tuple(one[0] for one in layer) == usual]
+    found["layer"] = [
+        {
+            "kernel": short(usual[place]),
+            "us": statistics.median(layer[place][2] - layer[place][1] for layer in alike),
+            "gap_us": statistics.median(layer[place][1] - layer[place - 1][2] for layer in alike) if place else None,
+        }
+        for place in range(len(usual))
+    ]
+    found["layers_alike"] = len(alike)
+    return found
+
+
+def _by_name(kernels: list[Kernel]) -> dict[str, list[float]]:
+    """[runs, microseconds in all] of each kernel."""
+    found: dict[str, list[float]] = {}
+    for name, begin, end in kernels:
+        entry = found.setdefault(short(name), [0, 0.0])
+        entry[0] += 1
+        entry[1] += end - begin
+    return found
+
+
+def short(name: str) -> str:
+    """A kernel's name without its arguments and the namespaces before it; CUTLASS's are told by what they run."""
+    if inner := re.search(r"device_kernel<(?:\w+::)*(\w+)", name):
+        return inner[1][:_LONGEST_NAME]
+    bare = re.split(
+        r"[<(]", re.sub(r"^(void|int|float) ", "", name.replace("(anonymous namespace)::", "")), maxsplit=1
+    )[0]
+    return (bare.rpartition("::")[2].strip() or name)[:_LONGEST_NAME]
+
+
+def mark_own(cell: dict[str, dict[str, Any]]) -> None:
+    """Mark, in the profiles of a cell by arm, the kernels that not every arm runs, and add their time in a layer."""
+    names = [{row["kernel"] for row in profile.get("layer", ())} for profile in cell.values()]
+    shared = set.intersection(*names) if names else set()
+    for found in cell.values():
+        for row in found.get("layer", ()):
+            row["own"] = row["kernel"] not in shared
+        if "layer" in found:
+            found["own_us"] = sum(row["us"] for row in found["layer"] if row["own"])
+            found["layer_us"] = sum(row["us"] for row in found["layer"])
+
+
+def table(document: dict[str, Any]) -> str:
+    """The profiles as Markdown: one line a cell and arm."""
+    lines = ["| | arm | step, us | GPU busy, us | a layer's kernels, us | of them the arm's own, us |"]
+    lines.append("| --- | --- | ---: | ---: | ---: | ---: |")
+    for cell, arms in document["profile"].items():
+        for arm, found in arms.items():
+            figures = [found.get(key) for key in ("step_us", "busy_us", "layer_us", "own_us")]
+            shown = ["" if figure is None else f"{figure:,.1f}" for figure in figures]
+            lines.append(f"| {cell} | {arm} | {' | '.join(shown)} |")
+    return "\n".join(lines)
