@@ -165,8 +165,9 @@ def time_arms(serving: Serving, number: int, args: argparse.Namespace) -> None:
 
 
 def trace_arms(serving: Serving, args: argparse.Namespace, deadline: float) -> None:
-    """Trace each cell in each arm, cell by cell, until `deadline` of time.monotonic(). After the rounds: what traces
-    may leave behind in a process is not timed. The first and the last cell come first: one request, and long prompts."""
+    """Trace each cell in each arm, cell by cell, until `deadline` of time.monotonic(): one request and the long prompts
+    before what lies between. After the rounds: what traces may leave behind in a process is not timed.
+    """
     first, *others = cells(args)
     for cell in (first, *others[-1:], *others[:-1]):
         outputs = min(cell["outputs"], TRACED_OUTPUTS)
