@@ -45,6 +45,7 @@ COMMON: dict[str, Any] = {
     "async_scheduling": False,
     "gpu_memory_utilization": 0.05,
     "kv_cache_memory_bytes": 1 << 29,
+    "worker_extension_cls": "vllm_ext.benchmarks.request_mix_worker.WorkerExtension",
 }
 BY_KIND: dict[str, dict[str, Any]] = {
     "qwen3-next": {"gdn_prefill_backend": "triton"},  # vLLM 0.23's first choice on this GPU is compiled at run time
@@ -90,27 +91,6 @@ def start_engine(model: str, left_behind: float, **options: Any) -> Any:
     return MixEngine(LLM(model=model, **options), left_behind=left_behind)
 
 
-def mend_vllm() -> None:
-    """Start stock's requests of one token from zero as ha_npu's are: vLLM 0.23 continues what their slot held."""
-    from vllm_ext import compat
-    from vllm_ext.model_executor import linear_attention_states
-
-    vars(linear_attention_states)["is_served"] = compat.is_linear_attention
-
-
-def skip_autotuning() -> None:
-    """Let vLLM's Triton kernels run with the first of their configurations: trying all takes longer than the check."""
-    from triton.runtime.autotuner import Autotuner
-
-    run = Autotuner.run
-
-    def run_first(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.configs = self.configs[:1]
-        return run(self, *args, **kwargs)
-
-    Autotuner.run = run_first
-
-
 def shares(kind: str, mixes: int, more: int, devices: int) -> dict[str, range]:
     """The mixes of each configuration of a kind, by their seeds."""
     common = [name for name in CONFIGURATIONS if name not in BY_THEMSELVES and (kind, name) not in UNSUPPORTED]
@@ -148,6 +128,7 @@ class Child:
 
     def run(self) -> None:
         """Everything; an error ends its configuration only."""
+        self.found["asked"] = list(self.seeds)
         for index, (name, seeds) in enumerate(self.seeds.items()):
             try:
                 self.configuration(name, seeds, len(self.seeds) - index)
@@ -283,7 +264,7 @@ def judge(parts: list[dict[str, Any]], merged: dict[str, Any]) -> bool:
     checks = [check for part in parts for check in part.get("checks", {}).values()]
     return (
         all("failed" not in part and not part["errors"] for part in parts)
-        and bool(merged)
+        and {name for part in parts for name in part.get("asked", ())} == set(merged)
         and all(entry["mixes"] and not entry["failures"] for entry in merged.values())
         and bool(checks)
         and all(check.get("refusal") == [] for check in checks)
@@ -297,11 +278,9 @@ def child(device: str | None, *job: Any) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = device
     process = Child(*job)
     process.note("begin")
-    skip_autotuning()
     from vllm_ext.plugin import register
 
     register()
-    mend_vllm()
     process.run()
 
 
