@@ -1,7 +1,7 @@
 """Random request mixes through real vLLM on a GPU, with and without `ha_npu`: GDN + MoE, and KDA + MoE + MLA.
 
     python benchmarks/gpu_checks/linear_attention_serving.py [--mixes 540] [--more 100] [--seconds 150]
-        [--processes 8 4] [--devices 0 1] [--out F]
+        [--processes 8 4] [--devices 0 1] [--only "two ranks"] [--out F]
 
 Each kind of model is served by several processes at once, each with a pair of engines (stock and ha_npu) without prefix
 caching, one with it, and one with speculation where vLLM has it for the layer. `--more` mixes go to a pair with
@@ -297,8 +297,10 @@ def launch(kinds: list[str], args: argparse.Namespace, folder: Path) -> list[tup
     for kind, processes in zip(kinds, args.processes * len(kinds), strict=False):
         model = str(write_tiny_model(kind, folder / kind, **SIZES[kind]))
         seeds = shares(kind, args.mixes, args.more, len(devices))
+        seeds = {name: mixes for name, mixes in seeds.items() if name in args.only}
         alone = [{name: seeds.pop(name)} for name in BY_THEMSELVES if name in seeds]
-        parts = [{name: mixes[index::processes] for name, mixes in seeds.items()} for index in range(processes)]
+        count = processes if seeds else 0
+        parts = [{name: mixes[index::count] for name, mixes in seeds.items()} for index in range(count)]
         for index, part in enumerate([*alone, *parts]):
             name = f"{kind}-{index}"
             device = ",".join(devices) if "two ranks" in part else devices[len(started) % len(devices)]
@@ -366,6 +368,7 @@ def main() -> int:
     """Command line; see the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", action="append", choices=KINDS, help="one kind of model only; may be repeated")
+    parser.add_argument("--only", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS))
     parser.add_argument("--mixes", type=int, default=540, help="of each kind (default: %(default)s)")
     parser.add_argument("--more", type=int, default=100, help="with graphs, and over two ranks (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=150, help="for all of it (default: %(default)s)")
