@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 # Not vLLM's worker: what it imports asks for the GPU, and a CUDA context does not survive a fork.
 PRELOAD = ("torch", "transformers", "vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine")
@@ -27,3 +28,16 @@ def inspect_models_in_process() -> None:
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda look: look()
+
+
+def skip_autotuning() -> None:
+    """Let vLLM's Triton kernels run with the first of their configurations: trying all takes longer than the check."""
+    from triton.runtime.autotuner import Autotuner
+
+    run = Autotuner.run
+
+    def run_first(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.configs = self.configs[:1]
+        return run(self, *args, **kwargs)
+
+    Autotuner.run = run_first

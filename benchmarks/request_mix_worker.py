@@ -6,7 +6,7 @@ vLLM imports this module in each worker, in whatever process that is, for the sa
 
 from __future__ import annotations
 
-from typing import Any
+from vllm_ext.benchmarks.engine_children import skip_autotuning
 
 from vllm_ext import compat
 from vllm_ext.model_executor import linear_attention_states
@@ -14,19 +14,6 @@ from vllm_ext.model_executor import linear_attention_states
 
 class WorkerExtension:
     """Adds nothing to the worker."""
-
-
-def skip_autotuning() -> None:
-    """Let vLLM's Triton kernels run with the first of their configurations: trying all takes longer than the check."""
-    from triton.runtime.autotuner import Autotuner
-
-    run = Autotuner.run
-
-    def run_first(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.configs = self.configs[:1]
-        return run(self, *args, **kwargs)
-
-    Autotuner.run = run_first
 
 
 def mend_vllm() -> None:

@@ -2,12 +2,14 @@
 
 Engines name this module's `DrawsWeights` as their worker extension (`EXTENSION` in serve_engine), by which every worker
 imports it and knows the load format. `model_loader_extra_config` says what is drawn: the family (`kind`), the `seed`,
-and the group size (`group`) in which routed experts are rounded to compressed-tensors, or None for 16 bits.
+the group size (`group`) in which routed experts are rounded to compressed-tensors, or None for 16 bits, and whether the
+language model lies one level down, beside a vision tower (`nested`).
 """
 
 from __future__ import annotations
 
 import gc
+import re
 from typing import Any
 
 import torch
@@ -62,7 +64,11 @@ class DrawnLoader(BaseModelLoader):
         device = str(next(tensor.device for tensor in model.parameters() if not tensor.is_meta))
 
         def take(held: dict[str, torch.Tensor]) -> None:
-            model.load_weights(iter(rounded(held, asked["group"]).items()))
+            weights = rounded(held, asked["group"])
+            if asked.get("nested"):
+                weights = {re.sub(r"^model\.", "model.language_model.", name): one for name, one in weights.items()}
+            model.load_weights(iter(weights.items()))
+            weights.clear()
             held.clear()
             # What loading leaves behind would fill the device: 86 GiB were reserved for a model of 7.
             gc.collect()

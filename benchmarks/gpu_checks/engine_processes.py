@@ -6,10 +6,12 @@ The server starts from a fresh interpreter, so a CUDA context of the caller is n
 
 from __future__ import annotations
 
-import faulthandler
 import multiprocessing
 import os
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -46,9 +48,22 @@ def start(
 
 def _logged(function: Callable[..., None], arguments: tuple[object, ...], log: Path, patience: float) -> None:
     begin(log)
-    faulthandler.dump_traceback_later(patience)
+    timer = threading.Timer(patience, print_stacks)
+    timer.daemon = True
+    timer.start()
     inspect_models_in_process()
     function(*arguments)
+
+
+def print_stacks() -> None:
+    """Print where each thread is. By the interpreter's own means: faulthandler walks frames that torch.compile has put
+    in, and two engines of a run ended while their stacks were printed.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        print(f"thread {names.get(ident, ident)}:", file=sys.stderr)
+        traceback.print_stack(frame, file=sys.stderr)
+    sys.stderr.flush()
 
 
 def join(process: ForkServerProcess, deadline: float) -> None:

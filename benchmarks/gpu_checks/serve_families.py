@@ -26,6 +26,7 @@ LENGTHS = (5, 64, 130, 600)
 FAR_FROM_BF16 = 1.0
 # vLLM's first choice for Gated DeltaNet on a Hopper GPU is compiled at run time, by a package that may not be there.
 GDN_OPTIONS = {"gdn_prefill_backend": "triton"}
+PUBLISHED_WITH_VISION = ("qwen3.5-moe",)
 GDN = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 2}
 
 
@@ -76,6 +77,34 @@ def config_of(kind: str, tiny: bool) -> dict[str, Any]:
     return config
 
 
+def published(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A language model's config as its published checkpoint has it, one level down beside a vision tower, and vLLM's
+    options for text alone. vLLM 0.23 knows Qwen3.5 in no other form."""
+    text = without(config, "architectures")
+    rotary = int(config["head_dim"] * config["partial_rotary_factor"]) // 2
+    sections = [rotary - 2 * (rotary // 3), rotary // 3, rotary // 3]
+    text["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": config["rope_theta"],
+        "partial_rotary_factor": config["partial_rotary_factor"],
+        "mrope_section": sections,
+        "mrope_interleaved": True,
+    }
+    every = config["full_attention_interval"]
+    kinds = ("linear_attention", "full_attention")
+    text["layer_types"] = [kinds[(index + 1) % every == 0] for index in range(config["num_hidden_layers"])]
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "num_position_embeddings": 64}
+    found = {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "torch_dtype": config["torch_dtype"],
+        "text_config": text,
+        "vision_config": {**vision, "out_hidden_size": config["hidden_size"]},
+        **{f"{name}_token_id": 250 + i for i, name in enumerate(("image", "video", "vision_start", "vision_end"))},
+    }
+    return found, {"limit_mm_per_prompt": {"image": 0, "video": 0}}
+
+
 def child(kind: str, tiny: bool, folder: Path, result: Path) -> None:
     """One family's process: log-probabilities of BF16, and in 4 bits."""
     os.environ["VLLM_CACHE_ROOT"] = str(folder / f"cache-{kind}")
@@ -86,23 +115,34 @@ def child(kind: str, tiny: bool, folder: Path, result: Path) -> None:
 
     register()
     from vllm import LLM, SamplingParams
+    from vllm_ext.benchmarks.engine_children import skip_autotuning
     from vllm_ext.benchmarks.serve_engine import DRAWN, EXTENSION
 
+    if torch.cuda.is_available():
+        skip_autotuning()
     config = config_of(kind, tiny)
+    written, options = published(config) if kind in PUBLISHED_WITH_VISION else (config, {})
     model = folder / kind
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(config))
+    (model / "config.json").write_text(json.dumps(written))
     generator = torch.Generator().manual_seed(0)
     prompts = [{"prompt_token_ids": torch.randint(0, 256, (n,), generator=generator).tolist()} for n in LENGTHS]
     sampling = SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=0, ignore_eos=True, detokenize=False)
     found: Answer = {"model": config, "log_probs": {}, "seconds": {}}
+    kept = []  # vLLM 0.32 takes the second engine's process groups down with the first engine
     for name, quantization in (("BF16", None), ("w4a16-grouped", "w4a16-grouped")):
         begin = time.monotonic()
         llm = LLM(
             model=str(model),
             quantization=quantization,
             load_format=DRAWN,
-            model_loader_extra_config={"kind": kind, "config": config, "seed": 0, "group": None},
+            model_loader_extra_config={
+                "kind": kind,
+                "config": config,
+                "seed": 0,
+                "group": None,
+                "nested": kind in PUBLISHED_WITH_VISION,
+            },
             worker_extension_cls=EXTENSION,
             skip_tokenizer_init=True,
             max_model_len=1024,
@@ -112,8 +152,10 @@ def child(kind: str, tiny: bool, folder: Path, result: Path) -> None:
             enforce_eager=True,
             gpu_memory_utilization=0.05,
             kv_cache_memory_bytes=1 << 30,
+            **options,
             **(GDN_OPTIONS if "linear_num_key_heads" in config else {}),
         )
+        kept.append(llm)
         log_probs = []
         for output in llm.generate(prompts, sampling, use_tqdm=False):
             pairs = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[1:]

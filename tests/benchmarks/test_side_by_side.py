@@ -64,3 +64,21 @@ def test_engines_differ_where_the_mean_or_a_sure_token_does(engines):
     assert not engines.compare(plain, far, 0.08)["ok"]
     assert engines.compare(plain, far, 0.25)["ok"]
     assert not engines.compare(plain, {"error": "late"}, 0.25)["ok"]
+
+
+def test_stacks_of_a_slow_engine_name_its_threads_and_leave_it_running(engines, capfd):
+    """faulthandler's dump ended engines whose frames torch.compile had put in."""
+    import threading
+
+    waiting = threading.Event()
+    thread = threading.Thread(target=waiting.wait, name="the slow one")
+    thread.start()
+    try:
+        engines.engine_processes.print_stacks()
+    finally:
+        waiting.set()
+        thread.join()
+    said = capfd.readouterr().err
+    assert "thread the slow one:" in said
+    assert "waiting.wait" in said or "in wait" in said
+    assert "test_stacks_of_a_slow_engine" in said
