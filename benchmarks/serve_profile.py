@@ -69,6 +69,7 @@ def profile(kernels: list[Kernel], layers: int, steps: int) -> dict[str, Any]:
         for place in range(len(usual))
     ]
     found["layers_alike"] = len(alike)
+    found["layer_us"] = statistics.median(busy(layer, layer[0][1], max(one[2] for one in layer)) for layer in alike)
     return found
 
 
@@ -93,20 +94,20 @@ def short(name: str) -> str:
 
 
 def mark_own(cell: dict[str, dict[str, Any]]) -> None:
-    """Mark, in the profiles of a cell by arm, the kernels that not every arm runs, and add their time in a layer."""
+    """Mark, in the profiles of a cell by arm, the kernels that not every arm runs, and add their time in a layer: what
+    the shared ones leave of it, so that a launch which waits beside the kernel before it is not counted twice."""
     names = [{row["kernel"] for row in profile.get("layer", ())} for profile in cell.values()]
     shared = set.intersection(*names) if names else set()
     for found in cell.values():
         for row in found.get("layer", ()):
             row["own"] = row["kernel"] not in shared
         if "layer" in found:
-            found["own_us"] = sum(row["us"] for row in found["layer"] if row["own"])
-            found["layer_us"] = sum(row["us"] for row in found["layer"])
+            found["own_us"] = found["layer_us"] - sum(row["us"] for row in found["layer"] if not row["own"])
 
 
 def table(document: dict[str, Any]) -> str:
     """The profiles as Markdown: one line a cell and arm."""
-    lines = ["| | arm | step, us | GPU busy, us | a layer's kernels, us | of them the arm's own, us |"]
+    lines = ["| | arm | step, us | GPU busy, us | busy in a layer, us | of it the arm's own kernels, us |"]
     lines.append("| --- | --- | ---: | ---: | ---: | ---: |")
     for cell, arms in document["profile"].items():
         for arm, found in arms.items():

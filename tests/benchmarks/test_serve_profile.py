@@ -53,16 +53,16 @@ def test_prompts_are_read_by_kernels_of_their_own_and_decoding_is_what_is_shown(
 
 
 def test_arms_own_kernels_are_those_that_another_arm_does_not_run():
-    ours = serve_profile.profile(trace([("align", 3.0, 0.0), ("stream", 10.0, 0.0)]), LAYERS, 6)
+    ours = serve_profile.profile(trace([("align", 3.0, 0.0), ("stream", 10.0, 0.0), ("down", 9.0, -4.0)]), LAYERS, 6)
     peer = serve_profile.profile(trace([("sort", 4.0, 0.0), ("Marlin", 12.0, 0.0), ("sum", 2.0, 0.0)]), LAYERS, 6)
     cell = {"ours": ours, "peer": peer}
     serve_profile.mark_own(cell)
-    assert [row["kernel"] for row in ours["layer"] if row["own"]] == ["align", "stream"]
-    assert (ours["own_us"], peer["own_us"]) == (pytest.approx(13.0), pytest.approx(18.0))
+    assert [row["kernel"] for row in ours["layer"] if row["own"]] == ["align", "stream", "down"]
+    assert (ours["own_us"], peer["own_us"]) == (pytest.approx(18.0), pytest.approx(18.0))
     assert ours["layer_us"] - ours["own_us"] == pytest.approx(peer["layer_us"] - peer["own_us"])
     text = serve_profile.table({"profile": {"batch 1": cell}})
     assert "| batch 1 | ours |" in text
-    assert text.splitlines()[2].endswith("| 13.0 |")
+    assert text.splitlines()[2].endswith("| 18.0 |")
 
 
 def test_trace_in_which_nothing_runs_once_a_layer_lists_the_kernels_alone():

@@ -17,6 +17,7 @@ from vllm_ext.ops.moe import ExpertsMeta, backend_status
 from vllm_ext.ops.moe.dispatch import select_backend
 from vllm_ext.ops.moe.experts import CallOptions
 from vllm_ext.ops.moe.triton import backend, config, stream
+from vllm_ext.ops.moe.triton.layout import plane_width
 
 META = ExpertsMeta("triton", 128, 2816, 704, 128, 64, True, "float", torch.bfloat16)
 TABLES = sorted((Path(config.__file__).parent / "configs").glob("*.json"))
@@ -85,6 +86,23 @@ def test_streaming_programs_fit_on_a_multiprocessor(tokens: int, rows: int, warp
     assert gemm.programs * (gemm.num_warps + 4) * 32 * stream.registers(gemm) <= 1 << 16
     ring = stream.stages(gemm, sizes) * (gemm.block_rows * 68 + gemm.block_tokens * 260)
     assert 0 < ring * gemm.programs < 227 << 10
+
+
+@pytest.mark.parametrize(
+    ("columns", "group"), [(2048, 128), (768, 64), (2816, 64), (704, 64), (704, 128), (768, 192), (512, 256)]
+)
+def test_tiles_lie_within_groups_where_a_plane_width_allows_it(columns: int, group: int) -> None:
+    """Groups of 64, the default of the second GEMM, lay in tiles of 128 columns, which the persistent kernels refuse:
+    Qwen3-30B's engine ran it in 20 us instead of 15 at batch 1, and in 73 instead of 58 at 64."""
+    plane = plane_width(columns, group)
+    assert group % (4 * plane) == 0
+    assert columns % (4 * plane) == 0
+    assert stream.Sizes(columns, 2048, group, plane, 32).covered(config.GemmConfig(8, 64, 4, 12, programs=4))
+
+
+@pytest.mark.parametrize(("group", "plane"), [(32, 32), (16, 16), (96, 32), (24, 32), (8, 32)])
+def test_narrower_groups_are_straddled_by_tiles_but_not_by_planes(group: int, plane: int) -> None:
+    assert plane_width(512, group) == plane
 
 
 def test_a_tuned_shape_takes_the_row_below_its_slots_an_expert(h200: None) -> None:

@@ -209,7 +209,7 @@ def test_slots_are_listed_by_expert_in_order(
 @given(
     rows=st.integers(1, 40),
     columns=st.integers(1, 200),
-    group=st.sampled_from([8, 16, 24, 32, 128]),
+    group=st.sampled_from([8, 16, 24, 32, 64, 128]),
     gated=st.booleans(),
     seed=st.integers(0, 100),
 )

@@ -34,11 +34,13 @@ class KernelWeight:
 
 
 def plane_width(columns: int, group_size: int) -> int:
-    """Columns of one nibble plane: the widest that neither straddles a group nor pads K by much more than it must.
+    """Columns of one nibble plane: the widest that pads K by not much more than it must.
 
-    A group size that is no multiple of 16 gets the width that pads least; the kernel then scales column by column.
+    Tiles of four planes stay within a group where a width allows it, as the persistent kernels ask; else planes do. A
+    group size that is no multiple of 16 gets the width that pads least; the kernel then scales column by column.
     """
-    usable = [width for width in _PLANE_WIDTHS if group_size % width == 0] or list(_PLANE_WIDTHS)
+    whole = [width for width in _PLANE_WIDTHS if group_size % (PLANES * width) == 0]
+    usable = whole or [width for width in _PLANE_WIDTHS if group_size % width == 0] or list(_PLANE_WIDTHS)
     padded = {width: -(-columns // (PLANES * width)) * PLANES * width for width in usable}
     least = min(padded.values())
     return next(width for width in usable if padded[width] <= least * _PADDING_TOLERANCE)
