@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ def inspect_models_in_process() -> None:
 
 def skip_autotuning() -> None:
     """Let vLLM's Triton kernels run with the first of their configurations: trying all takes longer than the check."""
+    if find_spec("triton") is None:
+        return
     from triton.runtime.autotuner import Autotuner
 
     run = Autotuner.run

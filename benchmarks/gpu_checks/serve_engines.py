@@ -197,6 +197,9 @@ def child(engine: Engine, model: str, result: Path) -> None:
     """One engine's process: its answer, as JSON."""
     os.environ["VLLM_CACHE_ROOT"] = str(result.with_suffix(""))
     sys.path.insert(0, str(ROOT))
+    from vllm_ext.benchmarks.engine_children import skip_autotuning
+
+    skip_autotuning()
     result.write_text(json.dumps(ask(engine, model)))
 
 

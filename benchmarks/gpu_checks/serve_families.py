@@ -118,8 +118,7 @@ def child(kind: str, tiny: bool, folder: Path, result: Path) -> None:
     from vllm_ext.benchmarks.engine_children import skip_autotuning
     from vllm_ext.benchmarks.serve_engine import DRAWN, EXTENSION
 
-    if torch.cuda.is_available():
-        skip_autotuning()
+    skip_autotuning()
     config = config_of(kind, tiny)
     written, options = published(config) if kind in PUBLISHED_WITH_VISION else (config, {})
     model = folder / kind
