@@ -60,9 +60,25 @@ def test_arms_own_kernels_are_those_that_another_arm_does_not_run():
     assert [row["kernel"] for row in ours["layer"] if row["own"]] == ["align", "stream", "down"]
     assert (ours["own_us"], peer["own_us"]) == (pytest.approx(18.0), pytest.approx(18.0))
     assert ours["layer_us"] - ours["own_us"] == pytest.approx(peer["layer_us"] - peer["own_us"])
-    text = serve_profile.table({"profile": {"batch 1": cell}})
-    assert "| batch 1 | ours |" in text
-    assert text.splitlines()[2].endswith("| 18.0 |")
+
+
+def test_table_compares_by_the_time_the_gpu_is_busy():
+    """Where the host bounds a step, rates of all arms are alike, and say nothing of the kernels."""
+    slow = serve_profile.profile(trace([("fused_moe_kernel", 29.0, 0.0)], idle=0.0), LAYERS, 6)
+    fast = serve_profile.profile(trace([("stream", 4.0, 0.0)], idle=75.0), LAYERS, 6)
+    cell = {"BF16": slow, "w4a16-grouped": fast}
+    serve_profile.mark_own(cell)
+    row = {"cell": "batch 8", "batch": 8, "inputs": 128, "outputs": 128, "tokens_per_second": 8e4}
+    text = serve_profile.table({"profile": {"batch 8": cell}, "rows": [{**row, "arm": "BF16"}]})
+    # Busy: three layers of 12 us beside the experts, and the head's 20.
+    assert text.splitlines()[2] == "| batch 8 | BF16 | 100 | 143 | 41 | 29 | 1.00x |"
+    assert text.splitlines()[3] == f"| batch 8 | w4a16-grouped |  | 68 | 16 | 4 | {143 / 68:.2f}x |"
+
+
+@pytest.mark.parametrize(("outputs", "expected"), [(128, 8 / 2000), (1, 8192 / 2000)])
+def test_a_step_is_the_batchs_tokens_or_one_long_prompt(outputs, expected):
+    row = {"batch": 8, "inputs": 8192, "outputs": outputs, "tokens_per_second": 2000.0}
+    assert serve_profile.step_by_rate(row) == pytest.approx(1e6 * expected)
 
 
 def test_trace_in_which_nothing_runs_once_a_layer_lists_the_kernels_alone():

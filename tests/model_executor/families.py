@@ -64,7 +64,7 @@ FAMILIES = (
 ELSEWHERE: dict[str, dict[str, Any]] = {
     "Kimi-Linear": {
         "loads": {"ok": True, "where": "H200"},
-        "at load": {"ok": True, "where": "H200", "note": "serves; not compared with its dequantised weights"},
+        "at load": {"ok": True, "where": "H200", "note": "at full layer size, 0.050 nats a token from BF16"},
     },
     "DiffusionGemma": {},
 }
