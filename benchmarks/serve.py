@@ -35,6 +35,7 @@ from vllm_ext.benchmarks.serve_checkpoints import (
 )
 from vllm_ext.benchmarks.serve_engine import import_vllm_once, inspect_models
 from vllm_ext.benchmarks.serve_loading import measure_loading
+from vllm_ext.benchmarks.serve_profile import chart as profile_chart
 from vllm_ext.benchmarks.serve_profile import mark_own, profile
 from vllm_ext.benchmarks.serve_profile import table as profile_table
 from vllm_ext.benchmarks.serve_report import add_bounds, chart, table
@@ -304,6 +305,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{table(serving.document)}\nWrote {serving.output}", flush=True)
             if "profile" in serving.document:
                 print(profile_table(serving.document), flush=True)
+                profile_chart(serving.document, serving.output.with_name(f"{serving.output.stem}_profile.png"))
             if serving.document["rows"]:
                 picture = serving.output.with_suffix(".png")
                 chart(serving.document, picture)

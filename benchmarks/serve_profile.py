@@ -11,6 +11,7 @@ import re
 import statistics
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from vllm_ext.benchmarks.serve_report import BASE, PEER
@@ -113,6 +114,12 @@ def step_by_rate(row: dict[str, Any]) -> float:
     return float(1e6 * tokens / row["tokens_per_second"])
 
 
+def in_order(document: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """The profiles by cell and arm, cells in the order of the rates."""
+    cells = list(dict.fromkeys(row["cell"] for row in document["rows"]))
+    return dict(sorted(document["profile"].items(), key=lambda one: cells.index(one[0]) if one[0] in cells else -1))
+
+
 def table(document: dict[str, Any]) -> str:
     """The profiles as Markdown: one line a cell and arm, with how many times faster it is by the GPU's time alone."""
     rows = {(row["cell"], row["arm"]): row for row in document["rows"]}
@@ -120,7 +127,7 @@ def table(document: dict[str, Any]) -> str:
     others = [arm for arm in (BASE, PEER) if arm in arms]
     head = ["", "arm", "a step by its rate, us", "GPU busy, us", "busy in a layer, us", "the arm's own kernels, us"]
     lines = [[*head, *(f"times {other}, by GPU" for other in others)]]
-    for cell, found in document["profile"].items():
+    for cell, found in in_order(document).items():
         for arm, one in found.items():
             row = rows.get((cell, arm))
             figures = [step_by_rate(row) if row else None, *(one.get(key) for key in ("busy_us", "layer_us", "own_us"))]
@@ -132,3 +139,43 @@ def table(document: dict[str, Any]) -> str:
     text = ["| " + " | ".join(line) + " |" for line in lines]
     text.insert(1, "| --- | --- |" + " ---: |" * (len(lines[0]) - 2))
     return "\n".join(text)
+
+
+def chart(document: dict[str, Any], path: Path) -> None:
+    """GPU time of a step by cell and arm, in units of BF16's: the arm's own kernels, the rest, and the step's length by
+    the rate, whose distance from the bar is the time in which the GPU waits for the host."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    profiles = {cell: arms for cell, arms in in_order(document).items() if "busy_us" in arms.get(BASE, {})}
+    rows = {(row["cell"], row["arm"]): row for row in document["rows"]}
+    arms = list(dict.fromkeys(arm for cell in profiles.values() for arm in cell))
+    layers = document["options"]["layers"]
+    figure, axis = plt.subplots(figsize=(1.9 * max(3, len(profiles)) + 1, 4.4))
+    width = 0.8 / max(1, len(arms))
+    for index, arm in enumerate(arms):
+        for number, (cell, found) in enumerate(profiles.items()):
+            if "busy_us" not in found.get(arm, {}):
+                continue
+            unit = found[BASE]["busy_us"]
+            busy_part, own = found[arm]["busy_us"] / unit, layers * found[arm].get("own_us", 0.0) / unit
+            place = number + (index - (len(arms) - 1) / 2) * width
+            label = arm if number == 0 else None
+            axis.bar(place, own, width * 0.92, color=f"C{index}", label=label)
+            axis.bar(place, busy_part - own, width * 0.92, bottom=own, color=f"C{index}", alpha=0.35)
+            above = {"xytext": (0, 1), "textcoords": "offset points"}
+            axis.annotate(f"{busy_part:.2f}", (place, busy_part), fontsize=7, ha="center", **above)
+            if (cell, arm) in rows:
+                length = step_by_rate(rows[cell, arm]) / unit
+                axis.plot([place - width / 2, place + width / 2], [length, length], color="black", linewidth=1)
+    axis.bar(0, 0, color="gray", alpha=0.35, label="kernels that all arms run")
+    axis.plot([], [], color="black", linewidth=1, label="a step by the rate")
+    axis.set(xticks=range(len(profiles)), xticklabels=profiles, ylabel="GPU time of a step, BF16's = 1")
+    axis.set_title(f"{document['options']['shape']}, {layers} layers", fontsize=10)
+    axis.set_ylim(0, 1.3 * axis.get_ylim()[1])
+    axis.legend(fontsize=7, loc="upper left", ncols=2)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

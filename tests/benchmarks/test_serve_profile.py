@@ -75,6 +75,20 @@ def test_table_compares_by_the_time_the_gpu_is_busy():
     assert text.splitlines()[3] == f"| batch 8 | w4a16-grouped |  | 68 | 16 | 4 | {143 / 68:.2f}x |"
 
 
+def test_chart_shows_cells_in_the_order_of_the_rates(tmp_path):
+    """Long prompts are traced before larger batches, and drawn after them."""
+    cell = {"BF16": serve_profile.profile(trace([("fused_moe_kernel", 29.0, 0.0)]), LAYERS, 6)}
+    serve_profile.mark_own(cell)
+    row = {"batch": 8, "inputs": 128, "outputs": 128, "tokens_per_second": 8e4, "arm": "BF16"}
+    rows = [{**row, "cell": name} for name in ("batch 1", "batch 8", "prefill 8192")]
+    options = {"shape": "tiny", "layers": LAYERS}
+    traced = dict.fromkeys(("batch 1", "prefill 8192", "batch 8"), cell)
+    document = {"rows": rows, "options": options, "profile": traced}
+    assert list(serve_profile.in_order(document)) == ["batch 1", "batch 8", "prefill 8192"]
+    serve_profile.chart(document, tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").stat().st_size > 10_000
+
+
 @pytest.mark.parametrize(("outputs", "expected"), [(128, 8 / 2000), (1, 8192 / 2000)])
 def test_a_step_is_the_batchs_tokens_or_one_long_prompt(outputs, expected):
     row = {"batch": 8, "inputs": 8192, "outputs": outputs, "tokens_per_second": 2000.0}
