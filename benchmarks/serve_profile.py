@@ -133,8 +133,8 @@ def table(document: dict[str, Any]) -> str:
             figures = [step_by_rate(row) if row else None, *(one.get(key) for key in ("busy_us", "layer_us", "own_us"))]
             shown = ["" if figure is None else f"{figure:,.0f}" for figure in figures]
             for other in others:
-                pair = (found.get(other, {}).get("busy_us"), one.get("busy_us"))
-                shown.append("" if None in pair else f"{pair[0] / pair[1]:.2f}x")
+                known = "busy_us" in one and "busy_us" in found.get(other, {})
+                shown.append(f"{found[other]['busy_us'] / one['busy_us']:.2f}x" if known else "")
             lines.append([cell, arm, *shown])
     text = ["| " + " | ".join(line) + " |" for line in lines]
     text.insert(1, "| --- | --- |" + " ---: |" * (len(lines[0]) - 2))
