@@ -80,6 +80,21 @@ def test_sequences_beside_a_refused_one_are_answered_as_ever(call, monkeypatch):
     torch.testing.assert_close(contained_state[1], call["initial_state"][1])  # an empty sequence keeps its state
 
 
+def test_a_gate_that_lets_states_grow_ends_its_own_request(call, monkeypatch):
+    """What a broken checkpoint would make: no shape is wrong, and the operator refuses the values of one sequence."""
+    call["g"][:, 100, 1] = 0.25
+    monkeypatch.setattr(prefill_module, "rows_in_this_step", lambda layer, sequences: [0, 1, 2, 3])
+    failures.STEP.take()
+    o, state = GatedDeltaRulePrefill(LayerPrefill("model.layers.4", "gdn"), must_not_run)(**call)
+    failed = failures.STEP.take()
+    assert list(failed) == [3]
+    for part in ("model.layers.4", "gated delta rule", "g must be at most 0", "0.25", "on_kernel_error"):
+        assert part in failed[3]
+    assert bool((o[:, 71:] == 0).all())
+    assert bool((o[:, :71] != 0).any())
+    assert bool((state[[0, 2]] != 0).any())
+
+
 def test_a_call_nobody_can_report_is_an_error(call, monkeypatch):
     """Outside a step, or on a pipeline stage whose output is not read: going on would answer wrongly in silence."""
     monkeypatch.setattr("vllm_ext.model_executor.linear_attention.chunk_gated_delta_rule", refusing(70))

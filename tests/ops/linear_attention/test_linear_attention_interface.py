@@ -51,6 +51,23 @@ def test_contradicting_values_are_refused_by_name(function, operands, change, me
     assert function.__name__ in str(refusal.value)
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_decays_in_place_of_their_logarithms_are_refused(function, operands, backend):
+    """The commonest mistake: states would grow by e to the power of 1 a token, and overflow much later."""
+    decays = operands["g"].exp()
+    decays[:, :7] = 0
+    with pytest.raises(ValueError, match=r"g must be at most 0.* at \[0, 7, 0.*pass g\.log\(\)") as refusal:
+        function(**{**operands, "g": decays}, backend=backend)
+    assert f"got {float(decays.max()):.4g} at" in str(refusal.value)
+    assert f"{int((decays > 0).sum())} of {decays.numel()} above 0" in str(refusal.value)
+
+
+def test_decays_of_one_and_of_nothing_are_decays(function, operands):
+    """Logarithms of 0 and minus infinity are the two ends; NaN is not above 0."""
+    for end in (0.0, -0.0, float("-inf"), float("nan")):
+        function(**{**operands, "g": torch.full_like(operands["g"], end)})
+
+
 def test_packed_sequences_need_one_row(op, function):
     with pytest.raises(ValueError, match="B=2"):
         function(**sample_operands(op, 2, 10, 1, 1, 8, 8), cu_seqlens=torch.tensor([0, 10]))

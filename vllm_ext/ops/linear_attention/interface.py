@@ -34,7 +34,8 @@ def chunk_gated_delta_rule(
     Args:
         q, k: [B, T, H, K], BF16, FP16 or FP32 (FP64 for the plain-torch backends).
         v: [B, T, HV, V], same dtype; HV a multiple of H, value head i reads key head i // (HV // H).
-        g: [B, T, HV], natural-log decay, at most 0.
+        g: [B, T, HV], natural-log decay, at most 0. Above 0 it is refused on a CPU; elsewhere that would mean to wait
+            for the device, so it is not looked at, and the result is undefined.
         beta: [B, T, HV], step size.
         scale: of q; K**-0.5 when None.
         initial_state: [N, HV, K, V], or [N, HV, V, K] when state_v_first; zeros when None. Never written.
@@ -83,7 +84,7 @@ def chunk_kda(
     `chunk_gated_delta_rule`, which also describes every argument not named here.
 
     Args:
-        g: [B, T, HV, K], natural-log decay of each key channel, at most 0.
+        g: [B, T, HV, K], natural-log decay of each key channel, at most 0 (above: as there).
 
     Raises:
         ValueError, RuntimeError: as `chunk_gated_delta_rule`.

@@ -60,7 +60,7 @@ class Call:
 def check_call(name: str, op: str, call: Call) -> Problem:
     """Refuse what no backend may compute; `name` is the public function named in the message.
 
-    Values of cu_seqlens are read only where that costs no device synchronisation (a CPU tensor).
+    Values of cu_seqlens and g are read only where that costs no device synchronisation (a CPU tensor).
 
     Raises:
         ValueError: shapes, dtypes, devices or offsets that contradict each other.
@@ -78,6 +78,7 @@ def check_call(name: str, op: str, call: Call) -> Problem:
     _check_shape(name, "beta", call.beta, beta_shape)
     _check_shape(name, "g", call.g, (*beta_shape, key_dim) if op == "kda" else beta_shape)
     _check_dtypes_and_devices(name, call)
+    _check_decays(name, call.g)
     if not (call.scale == call.scale and abs(call.scale) != float("inf")):
         raise ValueError(
             f"{name}: scale must be finite, got {call.scale}; leave it out for K**-0.5 = {key_dim**-0.5:.4g}"
@@ -129,6 +130,19 @@ def _check_dtypes_and_devices(name: str, call: Call) -> None:
     if not call.q.dtype == call.k.dtype == call.v.dtype:
         raise ValueError(
             f"{name}: q, k, v must share a dtype, got {call.q.dtype}, {call.k.dtype}, {call.v.dtype}; convert to one"
+        )
+
+
+def _check_decays(name: str, g: torch.Tensor) -> None:
+    """Refuse what would make states grow; NaN goes its own way to the sequence that has it."""
+    if g.device.type != "cpu":
+        return
+    above = g > 0
+    if bool(above.any()):
+        raise ValueError(
+            f"{name}: g must be at most 0 (the natural logarithm of a decay), got {float(g[above].max()):.4g} at "
+            f"{above.nonzero()[0].tolist()} and {int(above.sum())} of {g.numel()} above 0; if g holds the decays "
+            "themselves, pass g.log()"
         )
 
 
