@@ -43,14 +43,17 @@ def serving():
     return Serving()
 
 
-def test_reason_is_told_once_for_a_request_or_one_of_its_prompts(serving):
-    replies.keep("cmpl-1-0", REASON)
-    replies.keep("cmpl-12-0", "another's")
+@pytest.mark.parametrize("part", ["", "-0", "_0"])
+def test_reason_is_told_once_for_a_request_or_one_of_its_parts(serving, part):
+    """vLLM numbers the prompts of a completion with a dash, the turns of a response with an underscore."""
+    replies.keep(f"cmpl-12{part}", "another's")
+    replies.keep(f"cmpl-1{part}", REASON)
     with pytest.raises(GenerationError, match=re.escape(REASON)):
         serving._raise_if_error("error", "cmpl-1")
     with pytest.raises(GenerationError, match="Internal server error"):
         serving._raise_if_error("error", "cmpl-1")
     serving._raise_if_error("stop", "cmpl-12")
+    assert replies.take("cmpl-12") == "another's"
 
 
 def test_only_our_reasons_are_noted():
@@ -125,6 +128,7 @@ def server(tiny_model, tmp_path):
         str(port),
     ]
     command += ["--attention-backend", "ha_npu", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4"]
+    command += ["--chat-template", "{% for message in messages %}{{ message.content }}{% endfor %}"]
     log = tmp_path / "server.log"
     with log.open("w") as file:
         process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT)
@@ -147,9 +151,12 @@ def server(tiny_model, tmp_path):
 def complete(address, length):
     """(status, body) of a completion for a prompt of so many tokens."""
     body = {"prompt": [(7 * i) % 251 for i in range(length)], "max_tokens": 2, "temperature": 0}
-    request = urllib.request.Request(
-        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    return post(f"{address}/v1/completions", body)
+
+
+def post(address, body):
+    """(status, body) of an answer."""
+    request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.loads(answer.read())
@@ -160,10 +167,16 @@ def complete(address, length):
 @pytest.mark.vllm
 def test_a_refused_request_gets_status_500_with_the_reason_and_the_server_stays_up(server):
     address, log = server
-    status, body = complete(address, 13)
-    assert status == 500
-    for part in ("model.layers.0.linear_attn", "gated delta rule", "refused for a test", "on_kernel_error"):
-        assert part in json.dumps(body)
+    text = 13 * "a"  # a token is a byte
+    refused = (
+        complete(address, 13),
+        post(f"{address}/v1/chat/completions", {"messages": [{"role": "user", "content": text}], "max_tokens": 2}),
+        post(f"{address}/v1/responses", {"input": text, "max_output_tokens": 2}),
+    )
+    for status, body in refused:
+        assert status == 500, body
+        for part in ("model.layers.0.linear_attn", "gated delta rule", "refused for a test", "on_kernel_error"):
+            assert part in json.dumps(body)
     status, body = complete(address, 14)
     assert status == 200
     assert body["choices"][0]["finish_reason"] == "length"

@@ -46,9 +46,11 @@ def keep(request_id: str, reason: str) -> None:
 
 
 def take(request_id: str) -> str | None:
-    """The reason kept for a request, or for one of its prompts (`cmpl-1` has `cmpl-1-0`, `cmpl-1-1`, ..)."""
+    """The reason kept for a request, or for one of its parts: `cmpl-1` has prompts `cmpl-1-0`, `cmpl-1-1`, ..; the
+    turns of a response and a batch's conversations are `resp_1_0`, `resp_1_1`, ...
+    """
     for known in _reasons:
-        if known == request_id or known.startswith(f"{request_id}-"):
+        if known == request_id or known.startswith((f"{request_id}-", f"{request_id}_")):
             return _reasons.pop(known)
     return None
 
