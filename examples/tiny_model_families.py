@@ -9,6 +9,7 @@ from tiny_model_parts import (
     EXPERTS,
     GATE_UP_DOWN,
     GDN,
+    GDN_LAYERS,
     SHARED_EXPERTS,
     W1_W3_W2,
     Config,
@@ -17,6 +18,7 @@ from tiny_model_parts import (
     embeddings,
     experts,
     fused_experts,
+    gated_shared_expert,
     hybrid,
     kimi_delta_attention,
     layer_norms,
@@ -49,12 +51,32 @@ def mixtral_weights(w: Weights, c: Config) -> None:
 
 def qwen3_next_weights(w: Weights, c: Config) -> None:
     """Qwen3-Next: three Gated DeltaNet layers to one of gated full attention, shared expert; q, k, v, z interleaved."""
-    hybrid(w, c, qwen3_next_projections, lambda w, c, block: experts(w, c, block, GATE_UP_DOWN))
+
+    def feed_forward(w: Weights, c: Config, block: str) -> None:
+        experts(w, c, block, GATE_UP_DOWN)
+        gated_shared_expert(w, c, block)
+
+    hybrid(w, c, qwen3_next_projections, feed_forward)
 
 
 def qwen3_5_moe_weights(w: Weights, c: Config) -> None:
     """Qwen3.5-MoE (text): as Qwen3-Next with separate projections and the experts fused into 3-D tensors."""
-    hybrid(w, c, qwen3_5_projections, fused_experts)
+
+    def feed_forward(w: Weights, c: Config, block: str) -> None:
+        fused_experts(w, c, block)
+        gated_shared_expert(w, c, block)
+
+    hybrid(w, c, qwen3_5_projections, feed_forward)
+
+
+def qwen3_5_weights(w: Weights, c: Config) -> None:
+    """Qwen3.5 (text), dense: the layers of Qwen3.5-MoE with one feed-forward each."""
+    hybrid(
+        w,
+        c,
+        qwen3_5_projections,
+        lambda w, c, block: w.swiglu(block, c["hidden_size"], c["intermediate_size"], GATE_UP_DOWN),
+    )
 
 
 def kimi_linear_weights(w: Weights, c: Config) -> None:
@@ -208,6 +230,16 @@ KINDS: dict[str, tuple[Config, Callable[[Weights, Config], None]]] = {
     "qwen3.5-moe": (
         {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", **COMMON, **EXPERTS, **GDN},
         qwen3_5_moe_weights,
+    ),
+    "qwen3.5": (
+        {
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "model_type": "qwen3_5_text",
+            **COMMON,
+            **GDN_LAYERS,
+            "intermediate_size": 512,
+        },
+        qwen3_5_weights,
     ),
     "kimi-linear": (
         {

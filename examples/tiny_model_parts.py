@@ -85,7 +85,7 @@ SHARED_EXPERTS: Config = {
     "n_group": 1,
     "topk_group": 1,
 }
-GDN: Config = {
+GDN_LAYERS: Config = {
     "full_attention_interval": 4,
     "partial_rotary_factor": 0.25,
     "linear_conv_kernel_dim": 4,
@@ -93,8 +93,8 @@ GDN: Config = {
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "shared_expert_intermediate_size": 128,
 }
+GDN: Config = {**GDN_LAYERS, "shared_expert_intermediate_size": 128}
 
 
 def embeddings(w: Weights, c: Config, *, norm_mean: float = 1.0) -> None:
@@ -146,9 +146,9 @@ def hybrid(
     w: Weights,
     c: Config,
     projections: Callable[[Weights, Config, str], None],
-    experts: Callable[[Weights, Config, str], None],
+    feed_forward: Callable[[Weights, Config, str], None],
 ) -> None:
-    """Gated DeltaNet layers with one of full attention after every few; experts beside a gated shared one."""
+    """Gated DeltaNet layers with one of full attention after every few."""
     embeddings(w, c, norm_mean=0.0)
     for index in range(c["num_hidden_layers"]):
         layer = layer_norms(w, c, index, mean=0.0)
@@ -156,9 +156,13 @@ def hybrid(
             gated_delta_net(w, c, f"{layer}.linear_attn", projections)
         else:
             attention(w, c, f"{layer}.self_attn", qk_norm=True, gated=True, norm_mean=0.0)
-        experts(w, c, f"{layer}.mlp")
-        w.swiglu(f"{layer}.mlp.shared_expert", c["hidden_size"], c["shared_expert_intermediate_size"], GATE_UP_DOWN)
-        w.linear(f"{layer}.mlp.shared_expert_gate", 1, c["hidden_size"])
+        feed_forward(w, c, f"{layer}.mlp")
+
+
+def gated_shared_expert(w: Weights, c: Config, block: str) -> None:
+    """The expert that every token goes to, and its gate."""
+    w.swiglu(f"{block}.shared_expert", c["hidden_size"], c["shared_expert_intermediate_size"], GATE_UP_DOWN)
+    w.linear(f"{block}.shared_expert_gate", 1, c["hidden_size"])
 
 
 def gdn_sizes(c: Config) -> tuple[int, int]:

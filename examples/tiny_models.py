@@ -1,10 +1,10 @@
-"""Write a tiny random mixture-of-experts checkpoint that vLLM loads as it is: config, safetensors and a byte tokenizer.
+"""Write a tiny random checkpoint, in most kinds a mixture of experts, that vLLM loads as it is; tokens are bytes.
 
     python examples/tiny_models.py qwen3-next tiny-gdn          # Gated DeltaNet + MoE (also: qwen3.5-moe)
     python examples/tiny_models.py kimi-linear tiny-kda         # Kimi Delta Attention + MLA + MoE
     python examples/tiny_models.py qwen3-moe tiny-moe           # full attention + MoE
 
-Other kinds: mixtral, olmoe, deepseek-v2, glm4-moe, gemma4-moe, gpt-oss.
+Other kinds: qwen3.5 (Gated DeltaNet, dense), mixtral, olmoe, deepseek-v2, glm4-moe, gemma4-moe, gpt-oss.
 
 The weights are random but not arbitrary: matrices keep activations near unit size, logits are spread enough that greedy
 tokens do not hang on rounding, and the linear-attention heads forget at rates from slow to instant, as trained ones do.

@@ -40,6 +40,10 @@ def answers(run_engines, tiny_model, prompts):
         "both flags": job({**HA_NPU, "quantization": "w4a16-grouped"}),
         "both flags, compiled": job({**HA_NPU, "quantization": "w4a16-grouped", "enforce_eager": False}),
         "w4a16": job({"quantization": "w4a16-grouped"}),
+        "qwen3.5-moe": {**job({}), "model": tiny_model("qwen3.5-moe")},
+        "qwen3.5-moe, ha_npu": {**job(HA_NPU), "model": tiny_model("qwen3.5-moe")},
+        "qwen3.5": {**job({}), "model": tiny_model("qwen3.5")},
+        "qwen3.5, ha_npu": {**job(HA_NPU), "model": tiny_model("qwen3.5")},
         "no linear attention": {**job(HA_NPU, max_tokens=1), "model": tiny_model("qwen3-moe")},
         "wrong kernel": job(HA_NPU, before="forget_half_as_fast", max_tokens=1),
         "single tokens": job(HA_NPU, **SINGLE),
@@ -75,6 +79,13 @@ def served_layers(log, name):
 @pytest.mark.parametrize("run", ["ha_npu", "ha_npu, small budget", "compiled"])
 def test_prompt_log_probabilities_equal_those_without_ha_npu(answers, run):
     check_close(answers["stock"], answers[run])
+
+
+@pytest.mark.parametrize("family", ["qwen3.5-moe", "qwen3.5"])
+def test_qwen3_5_is_served_as_qwen3_next_is(answers, family):
+    """The same layer, whose projections come unpacked, in front of experts or of a dense feed-forward."""
+    check_close(answers[family], answers[f"{family}, ha_npu"])
+    assert answers[family]["log_probs"] != answers[f"{family}, ha_npu"]["log_probs"]
 
 
 @pytest.mark.parametrize("run", ["both flags", "both flags, compiled"])
@@ -117,7 +128,7 @@ def test_name_is_accepted_in_any_case_of_letters(answers):
 
 def test_debug_log_names_each_layer_and_its_kernel_once_per_engine(answers):
     log = answers["ha_npu"]["log"]
-    engines = 11  # of this file's, those that serve the hybrid model with ha_npu
+    engines = 13  # of this file's, those that serve a hybrid model with ha_npu
     for index in range(3):
         assert served_layers(log, f"model.layers.{index}.linear_attn: gdn") == engines
 

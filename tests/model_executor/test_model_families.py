@@ -82,7 +82,7 @@ def multimodal(tmp_path_factory):
     return {name: str(root / name) for name in ("plain", "packed")}
 
 
-def test_experts_of_a_multimodal_model_are_found_one_level_down(run_engines, multimodal):
+def test_experts_and_linear_attention_of_a_multimodal_model_are_found_one_level_down(run_engines, multimodal):
     """C17: published Qwen3.5 and Gemma 4 checkpoints name experts `model.language_model.layers`, vLLM otherwise."""
     text_only = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
     ignored = {"vllm_ext": {"ignore": ["model.language_model.layers.0.mlp.experts"]}}
@@ -91,13 +91,17 @@ def test_experts_of_a_multimodal_model_are_found_one_level_down(run_engines, mul
         "at load": ("plain", families.W4),
         "packed": ("packed", {}),
         "first layer ignored": ("plain", {**families.W4, "additional_config": ignored}),
+        "ha_npu": ("plain", {"attention_backend": "ha_npu"}),
     }
     asked = {"prompts": families.prompts()[:3], "max_tokens": 2}
     results = run_engines(
-        [{"model": multimodal[model], "options": {**text_only, **given}, **asked} for model, given in jobs.values()]
+        [{"model": multimodal[model], "options": {**text_only, **given}, **asked} for model, given in jobs.values()],
+        VLLM_LOGGING_LEVEL="DEBUG",
     )
     answers = dict(zip(jobs, results, strict=True))
     assert answers["packed"]["log_probs"] == answers["at load"]["log_probs"]
     by_one_layer, by_both = (families.gap(answers["BF16"], answers[run]) for run in ("first layer ignored", "at load"))
     assert by_both > by_one_layer > families.TOLERANCE
     assert "8 routed experts in 1 layers" in answers["BF16"]["log"]
+    assert "language_model.model.layers.0.linear_attn: gdn prefill by vllm_ext backend cpu" in answers["BF16"]["log"]
+    assert 0 < families.gap(answers["BF16"], answers["ha_npu"]) < families.TOLERANCE
