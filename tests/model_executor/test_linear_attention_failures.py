@@ -103,6 +103,22 @@ def test_a_call_nobody_can_report_is_an_error(call, monkeypatch):
         GatedDeltaRulePrefill(LayerPrefill("model.layers.4", "gdn"), must_not_run)(**call)
 
 
+@pytest.mark.parametrize("calls", [1, 2], ids=["lost at once", "lost in a sequence alone"])
+def test_a_lost_device_is_not_asked_for_the_sequences_that_are_left(call, monkeypatch, calls):
+    lengths = []
+
+    def operator(**given):
+        lengths.append(given["cu_seqlens"].diff().tolist())
+        raise RuntimeError("CUDA error: lost" if len(lengths) == calls else "refused for a test")
+
+    monkeypatch.setattr("vllm_ext.model_executor.linear_attention.chunk_gated_delta_rule", operator)
+    monkeypatch.setattr(prefill_module, "rows_in_this_step", lambda layer, sequences: [0, 1, 2, 3])
+    failures.STEP.take()
+    with pytest.raises(RuntimeError, match=r"model.layers.4.*on_kernel_error"):
+        GatedDeltaRulePrefill(LayerPrefill("model.layers.4", "gdn"), must_not_run)(**call)
+    assert lengths == [[70, 0, 1, 129], [70]][:calls]
+
+
 @pytest.mark.parametrize(
     ("error", "reporting", "fatal"),
     [
@@ -110,6 +126,7 @@ def test_a_call_nobody_can_report_is_an_error(call, monkeypatch):
         (torch.OutOfMemoryError("on this rank"), True, False),
         (torch.OutOfMemoryError("on this rank"), False, True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), True, True),
+        (getattr(torch, "AcceleratorError", torch.OutOfMemoryError)("lost"), False, True),
     ],
 )
 def test_only_a_lost_device_or_what_one_rank_alone_knows_ends_the_engine(error, reporting, fatal, monkeypatch):

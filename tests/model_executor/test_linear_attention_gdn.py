@@ -95,6 +95,7 @@ def test_cpu_call_updates_its_slots_of_the_pool_and_no_other(prefill, operands):
     )
     expected, state = by_definition(operands, sample_state(4, 4, 32, 64))
     assert returned is pool
+    assert o.dtype == torch.bfloat16
     assert relative_error(o, expected) < 2**-8
     assert relative_error(pool[SLOTS.long()], state) < 1e-5
     assert bool(pool[[0, 2, 4, 7]].isnan().all())
@@ -119,6 +120,27 @@ def test_cpu_call_that_fails_leaves_the_pool_to_vllm_as_it_was(operands, monkeyp
             LayerPrefill("model.layers.3", "gdn"), must_not_run, **call, initial_state=pool, initial_state_indices=SLOTS
         )
     assert torch.equal(pool, sample_state(8, 4, 32, 64))
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_cpu_call_that_falls_back_passes_everything_on_and_leaves_the_states_to_vllm(operands, pooled):
+    """Heads first is a layout that ours refuses. 0.23's kernel knows no slots and returns the states."""
+    initial = sample_state(8 if pooled else 4, 4, 32, 64)
+    given = {**cpu_call(operands), "head_first": True, "use_qk_l2norm_in_kernel": False, "initial_state": initial}
+    given |= {"eps": 1e-4, **({"initial_state_indices": SLOTS} if pooled else {})}
+    received = {}
+
+    def stock(**kwargs):
+        received.update(kwargs)
+        initial.fill_(3.0)
+        return "o", initial
+
+    o, state = gated_delta_rule_on_cpu(LayerPrefill("layer", "gdn", fallback=True), stock, **given)
+    assert o == "o"
+    assert state is initial
+    assert bool((initial == 3.0).all())
+    assert received.keys() == given.keys()
+    assert all(received[name] is given[name] for name in given)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
@@ -161,18 +183,25 @@ def raises(**call):
     raise ValueError("no such size")
 
 
-def not_finite(q, k, v, *operands, **options):
+def output_not_finite(q, k, v, *operands, **options):
     return torch.full_like(v, float("nan")), options["initial_state"]
 
 
-@pytest.mark.parametrize(("operator", "reason"), [(raises, "no such size"), (not_finite, "not finite")])
+def state_not_finite(q, k, v, *operands, **options):
+    return v, torch.full_like(options["initial_state"], float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("operator", "reason"),
+    [(raises, "no such size"), (output_not_finite, "not finite"), (state_not_finite, "not finite")],
+)
 def test_layer_whose_kernel_fails_a_trial_is_refused_when_it_is_built(operator, reason, monkeypatch):
     """Not at the first request: a kernel that cannot be compiled for these sizes shows that when it is run."""
     tried = []
 
     def trial(*operands, **options):
         tried.append((operands[0].shape, operands[2].shape, options["initial_state"].shape))
-        return operator(*operands, **options) if operator is not_finite else operator()
+        return operator() if operator is raises else operator(*operands, **options)
 
     monkeypatch.setitem(prefill_module._OPERATORS, "gdn", trial)
     prefill_module._try_kernel.cache_clear()

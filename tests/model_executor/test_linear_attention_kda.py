@@ -50,7 +50,7 @@ def call():
     }
 
 
-def expected_answer(call, g, beta):
+def expected_answer(call, g, beta, **options):
     return chunk_kda(
         *(call[name].double() for name in "qkv"),
         g,
@@ -61,6 +61,7 @@ def expected_answer(call, g, beta):
         cu_seqlens=call["cu_seqlens"],
         state_v_first=True,
         backend="reference",
+        **options,
     )
 
 
@@ -80,6 +81,15 @@ def test_fused_gate_call_of_each_vllm_version(call, lower_bound, step):
     assert o.dtype == torch.bfloat16
     assert relative_error(o, expected) < 2**-8
     assert relative_error(state, expected_state) < 1e-5
+
+
+def test_fused_gate_call_writes_where_the_caller_says_with_the_scale_it_gives(call):
+    beta = torch.rand(1, 150, 2, generator=torch.Generator().manual_seed(4))
+    out = torch.full((1, 150, 2, 32), float("nan"), dtype=torch.bfloat16)
+    o, _ = kda_with_fused_gate(LayerPrefill("layer", "kda"), must_not_run, **call, beta=beta, scale=0.5, out=out)
+    g = kda_gate(call["raw_g"], call["A_log"], call["g_bias"], None)
+    assert o is out
+    assert relative_error(o, expected_answer(call, g, beta, scale=0.5)[0]) < 2**-8
 
 
 def test_state_comes_back_in_the_cache_dtype_because_the_caller_scatters_without_a_cast(call):
@@ -107,7 +117,10 @@ def test_error_names_the_layer_the_rule_and_what_is_wrong(call, monkeypatch):
         )
 
 
-def test_fallback_passes_vllm_its_own_arguments_untouched(call):
+@pytest.mark.parametrize(
+    "step", [{"beta": torch.zeros(1, 150, 2)}, {"raw_beta": torch.zeros(1, 150, 2), "lower_bound": -5.0, "scale": 0.5}]
+)
+def test_fallback_passes_vllm_its_own_arguments_untouched(call, step):
     """Arguments this version's kernel does not know must not be made up (0.23 has no lower_bound)."""
     received = {}
 
@@ -115,14 +128,12 @@ def test_fallback_passes_vllm_its_own_arguments_untouched(call):
         received.update(kwargs)
         return call["v"], call["initial_state"]
 
-    beta = torch.zeros(1, 150, 2)
-    broken = {**call, "q": call["q"][..., :16]}
-    prefill = LayerPrefill("layer", "kda", fallback=True)
-    o, state = kda_with_fused_gate(prefill, stock, **broken, beta=beta)
+    given = {**call, "q": call["q"][..., :16], **step}
+    o, state = kda_with_fused_gate(LayerPrefill("layer", "kda", fallback=True), stock, **given)
     assert o is call["v"]
     assert state is call["initial_state"]
-    assert received.keys() == {*call, "beta"}
-    assert all(received[name] is value for name, value in {**broken, "beta": beta}.items())
+    assert received.keys() == given.keys()
+    assert all(received[name] is value for name, value in given.items())
 
 
 def test_call_with_the_gate_applied_needs_no_word_on_how(call):
@@ -130,8 +141,8 @@ def test_call_with_the_gate_applied_needs_no_word_on_how(call):
     beta = torch.randn(1, 150, 2, generator=torch.Generator().manual_seed(4)).sigmoid()
     g = kda_gate(call.pop("raw_g"), call.pop("A_log"), call.pop("g_bias"), -5.0)
     how = {"safe_gate": True, "lower_bound": -5.0}
-    o, state = kda(LayerPrefill("layer", "kda"), must_not_run, **call, g=g, beta=beta, **how)
-    expected, expected_state = expected_answer(call, g, beta)
+    o, state = kda(LayerPrefill("layer", "kda"), must_not_run, **call, g=g, beta=beta, scale=0.5, **how)
+    expected, expected_state = expected_answer(call, g, beta, scale=0.5)
     assert relative_error(o, expected) < 2**-8
     assert relative_error(state, expected_state) < 1e-5
     received = {}
