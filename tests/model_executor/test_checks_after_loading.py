@@ -107,6 +107,19 @@ def test_scheme_options_without_the_method_are_told(vllm_log: Any, method: str |
         )
 
 
+@pytest.mark.vllm
+@pytest.mark.parametrize("given", [{}, {"linear_attn_backend": "ha_npu"}])
+def test_option_of_linear_attention_without_ha_npu_is_told(vllm_log: Any, given: dict[str, str]) -> None:
+    pytest.importorskip("vllm")
+    from vllm_ext.model_executor.engine_args import warn_of_unused_options
+
+    options = {"vllm_ext": {"on_kernel_error": "fallback", **given}}
+    warn_of_unused_options(types.SimpleNamespace(additional_config=options, quant_config=None))
+    told = "on_kernel_error has no effect without --attention-backend ha_npu" in vllm_log.text
+    assert told is not bool(given)
+    assert len({record.getMessage() for record in vllm_log.records}) == (0 if given else 1)
+
+
 @pytest.fixture
 def loader() -> Any:
     """A wrapped loader that makes a model without experts, and the configuration it is called with."""

@@ -113,8 +113,14 @@ def move_quantization_config(engine_args: Any) -> None:
 
 
 def warn_of_unused_options(vllm_config: Any) -> None:
-    """One warning where the scheme's options are given and no method reads them: most often a forgotten flag."""
-    given = sorted(parse_options(vllm_config.additional_config).scheme)
+    """A warning where options are given that nobody reads without another one: most often a forgotten flag."""
+    options = parse_options(vllm_config.additional_config)
+    if options.on_kernel_error != "raise" and not options.linear_attn_backend:
+        logger.warning(
+            "vllm_ext: the option on_kernel_error has no effect without --attention-backend ha_npu; linear attention is "
+            "served by vLLM's own kernels"
+        )
+    given = sorted(options.scheme)
     method = getattr(vllm_config.quant_config, "get_name", lambda: None)()
     if given and method != QUANT_METHOD:
         logger.warning(
