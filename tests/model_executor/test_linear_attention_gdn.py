@@ -8,7 +8,7 @@ import torch
 from vllm_ext.model_executor import linear_attention_prefill as prefill_module
 from vllm_ext.model_executor.linear_attention import GatedDeltaRulePrefill, gated_delta_rule_on_cpu
 from vllm_ext.model_executor.linear_attention_prefill import LayerPrefill, make_layer_prefill
-from vllm_ext.ops.linear_attention import chunk_gated_delta_rule
+from vllm_ext.ops.linear_attention import chunk_gated_delta_rule, dispatch
 from vllm_ext.ops.linear_attention.problem import Problem
 from vllm_ext.ops.linear_attention.sample import sample_operands, sample_state
 
@@ -158,7 +158,7 @@ def test_cpu_call_agrees_with_vllms_kernel_down_to_the_norms_epsilon(prefill, sc
     assert relative_error(pools[1], pools[0]) < 1e-2
 
 
-def layer_problem(device):
+def layer_problem(device, state_dtype=torch.float32):
     sizes = {"num_heads": 2, "num_value_heads": 4, "key_dim": 128, "value_dim": 64}
     return Problem(
         op="gdn",
@@ -168,7 +168,7 @@ def layer_problem(device):
         num_sequences=0,
         varlen=True,
         dtype=torch.bfloat16,
-        state_dtype=torch.float32,
+        state_dtype=state_dtype,
         device=torch.device(device),
     )
 
@@ -200,14 +200,15 @@ def test_layer_whose_kernel_fails_a_trial_is_refused_when_it_is_built(operator, 
     tried = []
 
     def trial(*operands, **options):
-        tried.append((operands[0].shape, operands[2].shape, options["initial_state"].shape))
+        state = options["initial_state"]
+        tried.append((operands[0].shape, operands[2].shape, state.shape, state.dtype))
         return operator() if operator is raises else operator(*operands, **options)
 
     monkeypatch.setitem(prefill_module._OPERATORS, "gdn", trial)
     prefill_module._try_kernel.cache_clear()
     with pytest.raises(RuntimeError, match=rf"model.layers.0.*gated delta rule.*{reason}.*on_kernel_error"):
-        make_layer_prefill("model.layers.0", layer_problem("cpu"), fallback=False)
-    assert tried == [((1, 66, 2, 128), (1, 66, 4, 64), (2, 4, 64, 128))]
+        make_layer_prefill("model.layers.0", layer_problem("cpu", torch.bfloat16), fallback=False)
+    assert tried == [((1, 66, 2, 128), (1, 66, 4, 64), (2, 4, 64, 128), torch.bfloat16)]
     assert make_layer_prefill("model.layers.0", layer_problem("cpu"), fallback=True) is None
 
 
@@ -221,3 +222,16 @@ def test_layers_of_one_size_are_tried_once(monkeypatch):
     for index in range(3):
         assert make_layer_prefill(f"model.layers.{index}", layer_problem("cpu"), fallback=False) is not None
     assert calls == [1]
+
+
+def test_debug_log_says_which_kernel_serves_a_layer_and_why_a_better_one_does_not(monkeypatch, caplog):
+    """On a GPU whose Triton cannot, the slower kernel must not go unexplained."""
+    monkeypatch.setitem(dispatch._AUTO, "cpu", ("npu", "cpu"))
+    monkeypatch.setattr(prefill_module, "describe_mapping", lambda problem, tokens, name: f"{tokens} tokens by {name}")
+    monkeypatch.setattr(prefill_module.logger, "handlers", [caplog.handler])  # vLLM's own keeps records to itself
+    with caplog.at_level("DEBUG", logger=prefill_module.logger.name):
+        assert make_layer_prefill("model.layers.7", layer_problem("cpu"), fallback=False, num_tokens=300) is not None
+    (line,) = {record.getMessage() for record in caplog.records if record.levelname == "DEBUG"}
+    assert line.startswith("model.layers.7: gdn prefill by vllm_ext backend cpu, because npu: ")
+    assert "(2 key heads of 128, 4 value heads of 64, torch.bfloat16, torch.float32 states)" in line
+    assert line.endswith("mapping: 300 tokens by cpu")

@@ -170,3 +170,4 @@ def test_tensor_parallel_halves_equal_the_whole(answers, run_engines, tiny_model
     )
     check_close(answers["w4a16"], result)
     assert served_layers(result["log"], "model.layers.0.linear_attn: gdn") == 2
+    assert "1 key heads of 128, 2 value heads of 128" in result["log"], "what is tried and mapped is a rank's half"

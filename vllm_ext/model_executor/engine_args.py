@@ -117,8 +117,8 @@ def warn_of_unused_options(vllm_config: Any) -> None:
     options = parse_options(vllm_config.additional_config)
     if options.on_kernel_error != "raise" and not options.linear_attn_backend:
         logger.warning(
-            "vllm_ext: the option on_kernel_error has no effect without --attention-backend ha_npu; linear attention is "
-            "served by vLLM's own kernels"
+            "vllm_ext: the option on_kernel_error has no effect without --attention-backend ha_npu; linear attention "
+            "is served by vLLM's own kernels"
         )
     given = sorted(options.scheme)
     method = getattr(vllm_config.quant_config, "get_name", lambda: None)()
