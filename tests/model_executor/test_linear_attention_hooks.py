@@ -7,8 +7,10 @@ import threading
 import types
 
 import pytest
+import torch
 
 from vllm_ext import compat
+from vllm_ext.model_executor import linear_attention
 from vllm_ext.model_executor import linear_attention_hooks as hooks
 
 
@@ -112,3 +114,75 @@ def test_a_replayed_graph_break_still_notes_its_layer(module, monkeypatch):
 def test_kda_step_size_is_taken_exactly_once():
     with pytest.raises(TypeError, match="beta or raw_beta"):
         compat.kda_beta()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_kimi_s_kernel_is_served_wherever_the_version_has_it(own, monkeypatch):
+    """0.23's layer calls a function of its own module, later ones import it from the kernels' at each call."""
+    layers, kernels = types.SimpleNamespace(), types.SimpleNamespace()
+    (layers if own else kernels).chunk_kda_with_fused_gate = lambda q: ("stock", q)
+
+    class KimiGatedDeltaNetAttention:
+        def _forward(self, q):
+            return (layers if own else kernels).chunk_kda_with_fused_gate(q=q)
+
+    layers.KimiGatedDeltaNetAttention = KimiGatedDeltaNetAttention
+    hooks.hook_kimi_layer(layers)
+    if not own:
+        hooks.hook_kda_kernels(kernels)
+    monkeypatch.setattr(linear_attention, "kda_with_fused_gate", lambda prefill, stock, **call: (prefill, call))
+    ours, theirs = (object.__new__(KimiGatedDeltaNetAttention) for _ in range(2))
+    setattr(ours, hooks._ATTRIBUTE, "prefill")
+    assert ours._forward(1) == ("prefill", {"q": 1})
+    assert theirs._forward(1) == ("stock", 1)
+
+
+def configuration(**options):
+    return types.SimpleNamespace(additional_config={"vllm_ext": options})
+
+
+@pytest.mark.parametrize(("options", "said"), [({"linear_attn_backend": "ha_npu"}, []), ({}, [("auto", "flashinfer")])])
+def test_vllm_prepares_for_and_announces_its_own_kernel_only_where_it_calls_it(options, said):
+    """Its metadata is cut and its kernels are compiled for the one it has chosen; on Hopper that is FlashInfer's."""
+    announced = []
+    module = types.SimpleNamespace(
+        _resolve_gdn_prefill_backend=lambda config: ("auto", "flashinfer"),
+        _log_gdn_backend_decision=lambda config, *choice: announced.append(choice),
+    )
+    for _ in range(2):
+        hooks._prefer_triton(module)
+    config = configuration(**options)
+    choice = module._resolve_gdn_prefill_backend(config)
+    module._log_gdn_backend_decision(config, *choice)
+    assert choice == (("triton", "triton") if options else ("auto", "flashinfer"))
+    assert announced == said
+
+
+@pytest.mark.parametrize(
+    ("kinds", "served", "options", "told"),
+    [
+        (["GDN_ATTN"], False, "ha_npu", "its linear-attention layers (Other) are of a kind it does not serve"),
+        (["MAMBA2", None], False, "ha_npu", "it has no linear-attention (GDN or KDA) layer on this rank"),
+        (["GDN_ATTN"], True, "ha_npu", None),
+        (["GDN_ATTN"], False, None, None),
+    ],
+)
+def test_a_model_that_ha_npu_does_not_serve_is_told_why(kinds, served, options, told, monkeypatch):
+    logger = pytest.importorskip("vllm.logger")
+    lines = []
+
+    class Other(torch.nn.Module):
+        def __init__(self, kind):
+            super().__init__()
+            self.mamba_type = kind
+            if served:
+                setattr(self, hooks._ATTRIBUTE, "prefill")
+
+    log = types.SimpleNamespace(warning_once=lambda text, *parts: lines.append(text % parts))
+    monkeypatch.setattr(logger, "init_logger", lambda name: log)
+    model = torch.nn.Sequential(*map(Other, kinds))
+    hooks.warn_if_unserved(configuration(**({"linear_attn_backend": options} if options else {})), model)
+    assert len(lines) == (0 if told is None else 1)
+    if told is not None:
+        assert lines[0].startswith("--attention-backend ha_npu has no effect on Sequential: ")
+        assert told in lines[0]

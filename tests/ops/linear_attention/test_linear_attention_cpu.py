@@ -69,9 +69,9 @@ def test_equals_the_recurrence_for_any_shape(
     )
 
 
-@pytest.mark.parametrize("heads", [(1, 2), (16, 32), (2, 8)])
-def test_head_size_128_with_grouped_value_heads(error, op, heads):
-    operands = sample_operands(op, 1, 200, *heads, 128, 128)
+@pytest.mark.parametrize(("heads", "num_tokens"), [((1, 2), 200), ((16, 32), 200), ((4, 16), 256)])
+def test_head_size_128_with_grouped_value_heads(error, op, heads, num_tokens):
+    operands = sample_operands(op, 1, num_tokens, *heads, 128, 128)
     check_against_reference(error, op, operands, torch.bfloat16, initial_state=sample_state(1, heads[1], 128, 128))
 
 
