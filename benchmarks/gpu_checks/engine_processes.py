@@ -6,8 +6,10 @@ The server starts from a fresh interpreter, so a CUDA context of the caller is n
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -40,13 +42,16 @@ def start(
     log: Path,
     patience: float = 45,
 ) -> ForkServerProcess:
-    """Run `function(*arguments)` in a process whose output goes to `log`; after `patience` seconds, its stacks too."""
+    """Run `function(*arguments)` in a process, and a group, of its own; its output goes to `log`, and after `patience`
+    seconds its stacks too.
+    """
     process = server.Process(target=_logged, args=(function, arguments, log, patience))
     process.start()
     return process
 
 
 def _logged(function: Callable[..., None], arguments: tuple[object, ...], log: Path, patience: float) -> None:
+    os.setsid()
     begin(log)
     timer = threading.Timer(patience, print_stacks)
     timer.daemon = True
@@ -67,8 +72,15 @@ def print_stacks() -> None:
 
 
 def join(process: ForkServerProcess, deadline: float) -> None:
-    """Wait until a monotonic time, then end the process."""
+    """Wait until a monotonic time, then `end` the process."""
     process.join(max(0.5, deadline - time.monotonic()))
-    if process.exitcode is None:
-        process.kill()
-        process.join()
+    end(process)
+
+
+def end(process: ForkServerProcess) -> None:
+    """End the process with all that it has started: ranks left alone go on using the GPU."""
+    if process.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -229,10 +227,7 @@ class Running:
         """The engine's answer once its process has ended or is past `deadline`, and killed then; None before."""
         if self.process.is_alive() and time.monotonic() < deadline:
             return None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()
-        self.process.join()
+        engine_processes.end(self.process)
         text = self.log.read_text(errors="replace")
         if not self.result.exists():
             telling = [line[-300:] for line in text.splitlines() if "Error" in line]
@@ -261,12 +256,6 @@ def write_models(engines: dict[str, Engine], folder: Path) -> dict[str, str]:
     return models
 
 
-def in_own_group(function: Any, *arguments: Any) -> None:
-    """Call a job so that it can be ended with the processes it starts."""
-    os.setsid()
-    function(*arguments)
-
-
 def side_by_side(
     jobs: dict[str, tuple[Any, ...]], says: dict[str, str], folder: Path, args: argparse.Namespace, record: Any
 ) -> None:
@@ -282,7 +271,7 @@ def side_by_side(
         while waiting and len(running) < args.at_once:
             name = waiting.pop(0)
             log, result = folder / f"{len(answers) + len(running)}.log", folder / f"{name.replace(' ', '_')}.json"
-            process = engine_processes.start(server, in_own_group, (*jobs[name], result), log)
+            process = engine_processes.start(server, jobs[name][0], (*jobs[name][1:], result), log)
             running[name] = Running(process, log, result)
         for name, one in list(running.items()):
             deadline = min(begin + args.timeout, one.begin + args.each)
