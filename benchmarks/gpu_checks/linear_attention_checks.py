@@ -90,7 +90,7 @@ CASES = (
 REPEATS = tuple(Case(f"repeats {period}", (310, 64), period=period) for period in (1, 3, 7))
 WITH_FLA = (CASES[0], CASES[5], Case("longer", (4096,)), *REPEATS)
 NO_WORSE = 1.05
-QUICK = ("short prompts", "empty sequences", "batch, K first", "head size 64", "K 128, V 64", "segments")
+QUICK = ("short prompts", "empty sequences", "batch, K first", "head size 64", "K 128, V 64")
 
 
 def operands(case: Case, op: str) -> dict[str, Any]:
@@ -236,6 +236,33 @@ def check_segments(op: str) -> Result:
     return {"case": "segments", "op": op, "errors": errors, "ok": max(errors) < TOLERANCE[torch.bfloat16]}
 
 
+def check_parts(op: str) -> Result:
+    """A call that is prepared in parts of a few chunks has the bits of one that is not, and is right."""
+    from vllm_ext.ops.linear_attention.problem import Call
+    from vllm_ext.ops.linear_attention.triton import backend, plan
+
+    call = operands(Case("parts", (700, 0, 1, 300, 64), state_v_first=False), op)
+    expected = FUNCTIONS[op](**wide(call), backend="cpu")
+    given = Call(**{**call, "scale": 128**-0.5})
+    mapping = plan.Mapping("", 64, None)
+    whole = backend.run(given, op, mapping)
+    most = backend._MOST_BYTES
+    try:
+        backend._MOST_BYTES = 3 * 4 * backend.chunk_bytes(op, 128)
+        parts = backend.run(given, op, mapping)
+    finally:
+        backend._MOST_BYTES = most
+    errors, same = [], True
+    for x, y, z in zip(parts, whole, expected, strict=True):
+        assert x is not None
+        assert y is not None
+        assert z is not None
+        errors.append(error(x, z))
+        same = same and torch.equal(x, y)
+    ok = same and max(errors) < TOLERANCE[torch.bfloat16]
+    return {"case": "parts", "op": op, "errors": errors, "same_bits": same, "ok": ok}
+
+
 def check_graph(op: str) -> Result:
     """A captured call gives the same bits, and follows offsets that change after the capture."""
     call = operands(Case("graph", (300, 212)), op)
@@ -279,13 +306,14 @@ def quick() -> list[Result]:
                 assert state is not None
                 finite = bool(torch.isfinite(o).all()) and bool(torch.isfinite(state).all())
                 results.append({"case": case.name, "op": op, "ok": finite})
+        results.append(check_parts(op))
     return results
 
 
 def _run(task: tuple[str, Any]) -> Result:
     kind, argument = task
     special = {"segments": check_segments, "graph": check_graph, "FP32": check_refused}
-    special |= {"equal bits": check_equal_bits, "FLA": check_fla}
+    special |= {"equal bits": check_equal_bits, "FLA": check_fla, "parts": check_parts}
     try:
         return check_case(*argument) if kind == "case" else special[kind](argument)
     except Exception:
@@ -303,7 +331,7 @@ def main() -> int:
         results = quick()
     else:
         tasks: list[tuple[str, Any]] = [("case", (case, op)) for case in (*CASES, *REPEATS) for op in case.ops]
-        tasks += [(kind, op) for kind in ("segments", "graph", "FP32", "equal bits") for op in FUNCTIONS]
+        tasks += [(kind, op) for kind in ("segments", "parts", "graph", "FP32", "equal bits") for op in FUNCTIONS]
         tasks += [("FLA", op) for op in FUNCTIONS if args.fla]
         with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
             results = []

@@ -8,6 +8,7 @@ not show.
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
 import traceback
@@ -131,8 +132,8 @@ class Shared:
         return Shared(self.data.permute(*order))
 
     def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
-        assert dtype == self.dtype
-        return Shared(self.data.view(list(shape)))
+        whole = self.data.view(-1).view(dtype)
+        return Shared(whole[: math.prod(shape)].view(list(shape)))
 
 
 class Tiles:
@@ -321,6 +322,10 @@ def _assembly(text: str, constraints: str, operands: Sequence[Value], *_: Any) -
     if "ex2" in text:
         power = torch.exp2(x)
         return Value(torch.where(power < _SMALLEST, 0.0, power))
+    if "fma.rn.f16x2" in text:
+        return Value((x.double() + operands[1].data.double() * operands[2].data.double()).half())
+    if "mul.rn.f16x2" in text:
+        return Value(x * operands[1].data)
     half = x.clamp(-_HALF, _HALF).half()
     if "bf16x2" in text:
         return Value(torch.where(operands[1].data != 0, half.view(torch.int16), x.bfloat16().view(torch.int16)))

@@ -18,7 +18,13 @@ from vllm_ext.ops.linear_attention.triton.slots import slot_count
 
 PACKAGE = "vllm_ext.ops.linear_attention.triton"
 FUNCTIONS = {"gdn": chunk_gated_delta_rule, "kda": chunk_kda}
-MODULES = ("hopper", "inverse_hopper", "prepare_gdn_hopper", "prepare_kda_hopper", "recurrence_hopper")
+MODULES = (
+    "hopper",
+    "inverse_hopper",
+    "prepare_gdn_hopper",
+    "prepare_kda_hopper",
+    "recurrence_hopper",
+)
 HEADS, VALUE_HEADS = 1, 2
 # BF16 operands are rounded to 2^-9 before each of about six products.
 TOLERANCE = 5e-3
@@ -39,10 +45,19 @@ def tiles(x: torch.Tensor, rows: int = 64, columns: int = 64) -> gluon_on_torch.
     return gluon_on_torch.Tiles(x.view(-1, x.shape[-1]), (rows, columns))
 
 
-def prepare(kernels: Any, op: str, x: dict[str, torch.Tensor], bounds: torch.Tensor, normalise: bool) -> dict[str, Any]:
+def prepare(
+    kernels: Any,
+    op: str,
+    x: dict[str, torch.Tensor],
+    bounds: torch.Tensor,
+    normalise: bool,
+    together: int = VALUE_HEADS,
+    part: range | None = None,
+) -> dict[str, Any]:
     """What the recurrence reads of every chunk; NaN where nothing was written."""
     tokens, dim, count = x["q"].shape[1], x["q"].shape[-1], bounds.numel() - 1
-    slots = slot_count(tokens, count, True, 64)
+    slots = slot_count(tokens, count, True, 64) if part is None else len(part)
+    first = 0 if part is None else part.start
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.full((slots, VALUE_HEADS, *shape), float("nan"), dtype=dtype)
@@ -55,9 +70,9 @@ def prepare(kernels: Any, op: str, x: dict[str, torch.Tensor], bounds: torch.Ten
     if op == "gdn":
         w |= {"queries": q.flatten(1), "keys": k.flatten(1), "factors": empty(256, dtype=torch.float32)}
         machine.run(
-            kernels.prepare_gdn_hopper.prepare_gdn_hopper_kernel, programs, tiles(w["queries"], 64, dim),
-            tiles(w["keys"], 64, dim), g, beta, bounds, tiles(w["inverse"]), tiles(w["scores"]), w["factors"], *counts,
-            g.stride(0), beta.stride(0), g.stride(1), beta.stride(1), **common,
+            kernels.prepare_gdn_hopper.prepare_gdn_hopper_kernel, programs // together, tiles(w["queries"], 64, dim),
+            tiles(w["keys"], 64, dim), g, beta, bounds, tiles(w["inverse"]), tiles(w["scores"]), w["factors"],
+            *counts, first, g.stride(0), beta.stride(0), g.stride(1), beta.stride(1), **common, HEADS=together,
         )  # fmt: skip
         return w
     w |= {"keys": empty(64, dim), "queries": empty(64, dim), "tails": empty(64, dim)}
@@ -65,13 +80,13 @@ def prepare(kernels: Any, op: str, x: dict[str, torch.Tensor], bounds: torch.Ten
     steps = [x.stride(axis) for axis in (0, 1) for x in (q, k, g, beta)]
     machine.warps = dim // 16
     machine.run(
-        kernels.prepare_kda_hopper.prepare_kda_hopper_kernel, programs, q, k, g, beta, bounds, w["inverse"],
-        w["scores"], w["keys"], w["queries"], w["tails"], w["factors"], *counts, *steps, **common,
+        kernels.prepare_kda_hopper.prepare_kda_hopper_kernel, programs, q, k, g, beta, bounds, tiles(w["inverse"]),
+        tiles(w["scores"]), w["keys"], w["queries"], w["tails"], w["factors"], *counts, first, *steps, **common,
     )  # fmt: skip
     machine.warps = 4
     machine.run(
-        kernels.inverse_hopper.invert_hopper_kernel, programs, tiles(w["inverse"]), tiles(w["inverse"]), beta, bounds,
-        count, tokens, VALUE_HEADS, beta.stride(0), beta.stride(1), PACKED=True,
+        kernels.inverse_hopper.invert_hopper_kernel, programs // together, tiles(w["inverse"]), tiles(w["inverse"]),
+        beta, bounds, count, tokens, VALUE_HEADS, first, beta.stride(0), beta.stride(1), PACKED=True, HEADS=together,
     )  # fmt: skip
     return w
 
@@ -85,14 +100,17 @@ def recur(
     state: torch.Tensor | None,
     groups: int,
     segment_chunks: int | None,
+    part: range | None = None,
+    results: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, dim, count = x["q"].shape[1], x["q"].shape[-1], bounds.numel() - 1
     columns = x["v"].shape[-1]
     length = segment_chunks or -(-tokens // 64)
     slots = slot_count(tokens, count, True, 64 * length)
     v = x["v"].flatten(0, 1).flatten(1)
-    o = torch.full_like(v, float("nan"))
-    final = torch.full((count, VALUE_HEADS, columns, dim), float("nan"))
+    o, final = results or (
+        torch.full_like(v, float("nan")), torch.full((count, VALUE_HEADS, columns, dim), float("nan"))
+    )  # fmt: skip
     carries = torch.full((slots, VALUE_HEADS, columns + dim, dim), float("nan")) if segment_chunks else None
     keys = [tiles(w[name], 64, dim) for name in ("keys", "queries", "tails" if op == "kda" else "keys")]
 
@@ -102,8 +120,9 @@ def recur(
             (columns + dim if transition else columns) // (64 * groups) * VALUE_HEADS * slots,
             keys[0], keys[1], tiles(v), keys[2], tiles(w["inverse"]), tiles(w["scores"]),
             tiles(w["factors"], 1, w["factors"].shape[-1]), tiles(o), state, carries, final, o, bounds, count, tokens,
-            VALUE_HEADS, VALUE_HEADS // HEADS, length, K=dim, V=columns, GROUPS=groups, KDA=op == "kda",
-            TRANSITION=transition, V_FIRST=True, PACKED=True, STAGES=2,
+            VALUE_HEADS, VALUE_HEADS // HEADS, length, part.start if part else 0, part.stop if part else 0,
+            K=dim, V=columns, GROUPS=groups, KDA=op == "kda", TRANSITION=transition, V_FIRST=True, PACKED=True,
+            STAGES=2, PART=part is not None,
         )  # fmt: skip
 
     if carries is not None:
@@ -118,7 +137,7 @@ def recur(
                 carries[place, :, :columns] = carried
                 carried = following
     launch(False)
-    return o.view(x["v"].shape), final
+    return o, final
 
 
 @pytest.mark.parametrize("op", list(FUNCTIONS))
@@ -141,6 +160,7 @@ def test_equals_the_recurrence(
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     w = prepare(kernels, op, x, bounds, normalise)
     o, final = recur(kernels, op, x, bounds, w, state, groups, segment_chunks)
+    o = o.view(x["v"].shape)
     expected, expected_state = FUNCTIONS[op](
         **{name: value.double() for name, value in x.items()}, initial_state=state, cu_seqlens=bounds,
         output_final_state=True, use_qk_l2norm_in_kernel=normalise, state_v_first=True, backend="cpu",
@@ -167,3 +187,26 @@ def test_states_of_repeating_prompts_are_as_good(error: Any, kernels: Any, op: s
         use_qk_l2norm_in_kernel=True, state_v_first=True, backend="cpu",
     )  # fmt: skip
     assert error(final, expected) < 6e-3
+
+
+@pytest.mark.parametrize("op", list(FUNCTIONS))
+@pytest.mark.parametrize("together", [1, 2])
+def test_parts_of_a_call_carry_the_states_on(error: Any, kernels: Any, op: str, together: int) -> None:
+    """Prepared part after part, with sequences that begin and end within one, go through several, or are empty."""
+    lengths = (70, 0, 200, 1, 64)
+    x = sample_operands(op, 1, sum(lengths), HEADS, VALUE_HEADS, 64, 64, normalised=False)
+    state = sample_state(len(lengths), VALUE_HEADS, 64, 64).transpose(-1, -2).contiguous()
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    slots = slot_count(sum(lengths), len(lengths), True, 64)
+    results = None
+    for first in range(0, slots, 3):
+        part = range(first, min(first + 3, slots))
+        w = prepare(kernels, op, x, bounds, True, together, part)
+        results = recur(kernels, op, x, bounds, w, state, 1, None, part, results)
+    assert results is not None
+    expected, expected_state = FUNCTIONS[op](
+        **{name: value.double() for name, value in x.items()}, initial_state=state, cu_seqlens=bounds,
+        output_final_state=True, use_qk_l2norm_in_kernel=True, state_v_first=True, backend="cpu",
+    )  # fmt: skip
+    assert error(results[0].view(x["v"].shape), expected) < TOLERANCE
+    assert error(results[1], expected_state) < TOLERANCE

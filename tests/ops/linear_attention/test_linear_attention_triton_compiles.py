@@ -126,7 +126,7 @@ def test_products_of_the_hopper_recurrence_stay_in_flight(transition: bool, grou
     types |= {"factors": descriptor("fp32", 1, 256, swizzle=False), "o_pointer": "*bf16"}
     types |= dict.fromkeys(("initial_state", "carries", "final_state"), "*fp32")
     taken = {"K": 128, "V": 128, "GROUPS": groups, "KDA": False, "TRANSITION": transition, "V_FIRST": True}
-    taken |= {"PACKED": True, "STAGES": stages(128, groups, False)}
+    taken |= {"PACKED": True, "STAGES": stages(128, groups, False), "PART": False}
     compiled = compile_for_hopper(recurrence_hopper_kernel, types, taken, 4)
     products = len(re.findall("wgmma.mma_async", compiled.asm["ptx"]))
     assert products == groups * (16 if transition else 28)
@@ -136,8 +136,8 @@ def test_products_of_the_hopper_recurrence_stay_in_flight(transition: bool, grou
 
 
 @GLUON
-@pytest.mark.parametrize("name", ["gdn", "kda", "inverse"])
-def test_what_prepares_chunks_on_hopper_keeps_to_its_registers(name: str) -> None:
+@pytest.mark.parametrize(("name", "heads"), [("gdn", 1), ("gdn", 2), ("kda", 1), ("inverse", 1), ("inverse", 2)])
+def test_what_prepares_chunks_on_hopper_keeps_to_its_registers(name: str, heads: int) -> None:
     """KDA's preparation once spilled 2.4 KiB a thread and took eight times the recurrence's time for it."""
     from vllm_ext.ops.linear_attention.triton.inverse_hopper import invert_hopper_kernel
     from vllm_ext.ops.linear_attention.triton.launch_hopper import REGISTERS
@@ -146,17 +146,17 @@ def test_what_prepares_chunks_on_hopper_keeps_to_its_registers(name: str) -> Non
 
     keys, square = descriptor("bf16", 64, 128), descriptor("bf16", 64, 64)
     common = {"g": "*fp32", "beta": "*bf16", "factors": "*fp32", "decays": "*fp32"}
-    pointers = {**dict.fromkeys(NARROW, "*bf16"), "coupling": "*fp16"}
     half = descriptor("fp16", 64, 64)
+    pointers = {**dict.fromkeys(NARROW, "*bf16"), "coupling": half, "scores": square}
     tiles = {"q": keys, "k": keys, "inverse": half, "scores": square, "coupling": half}
     kernel, types, warps = {
         "gdn": (prepare_gdn_hopper_kernel, {**tiles, **common}, 4),
         "kda": (prepare_kda_hopper_kernel, {**pointers, **common}, 8),
         "inverse": (invert_hopper_kernel, {**tiles, **common}, 4),
     }[name]
-    taken = {"K": 128, "NORMALISE": False, "PACKED": True}
+    taken = {"K": 128, "NORMALISE": False, "PACKED": True, "HEADS": heads}
     taken = {key: value for key, value in taken.items() if key in kernel.arg_names}
-    compiled = compile_for_hopper(kernel, types, taken, warps, maxnreg=REGISTERS[name])
+    compiled = compile_for_hopper(kernel, types, taken, warps, maxnreg=REGISTERS[name, heads])
     sass = compiled.asm["sass"]
     assert "HGMMA" in sass
     assert len(re.findall(r"\b(?:LDL|STL)\b", sass)) <= 60

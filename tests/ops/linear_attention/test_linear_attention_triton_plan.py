@@ -3,12 +3,15 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from vllm_ext.ops.linear_attention.triton.plan import COLUMNS, HEAD, SEGMENTS, map_prefill
+from vllm_ext.ops.linear_attention.problem import Call
+from vllm_ext.ops.linear_attention.triton import backend
+from vllm_ext.ops.linear_attention.triton.plan import CHUNK, COLUMNS, HEAD, SEGMENTS, Mapping, map_prefill
 from vllm_ext.ops.linear_attention.triton.slots import slot_count
 
 
@@ -41,6 +44,27 @@ def test_tiers_follow_heads_and_length() -> None:
     # Two waves of programs of 64 columns against one of 128.
     assert map_prefill(8192, 4, 32, 128, 128, 132, 128).tier == HEAD
     assert map_prefill(8192, 4, 32, 128, 128, 132).block_columns == 64
+
+
+@pytest.mark.parametrize("op", ["gdn", "kda"])
+@pytest.mark.parametrize("lengths", [(70, 0, 1, 64, 9000), (6400,)])
+def test_parts_are_all_chunks_and_small(monkeypatch: pytest.MonkeyPatch, op: str, lengths: tuple[int, ...]) -> None:
+    """What is kept of a part's chunks is below the limit; every slot is in one part."""
+    tokens, heads = sum(lengths), 4
+    x = torch.empty(1, tokens, heads, 128, dtype=torch.bfloat16)
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    call = Call(
+        q=x, k=x, v=x, g=x, beta=x[..., 0], scale=1.0, initial_state=None, output_final_state=True, cu_seqlens=bounds,
+        use_qk_l2norm_in_kernel=False, state_v_first=True,
+    )  # fmt: skip
+    sizes = backend.Sizes(len(lengths), tokens, True, heads, heads, 128, 128)
+    monkeypatch.setattr(backend, "_hopper", lambda *_: object())
+    monkeypatch.setattr(backend, "_MOST_BYTES", 2**20)
+    parts = backend._parts(call, op, sizes, Mapping(COLUMNS, 64, None))
+    slots = slot_count(tokens, len(lengths), True, CHUNK)
+    assert [slot for part in parts if part is not None for slot in part] == list(range(slots))
+    assert all(part is not None and len(part) * heads * backend.chunk_bytes(op, 128) <= 2**20 for part in parts)
+    assert backend._parts(call, op, sizes, Mapping(SEGMENTS, 64, 16)) == [None]
 
 
 @pytest.mark.parametrize("change", [{"num_sequences": 0}, {"value_heads": 0}, {"num_tokens": -1}])

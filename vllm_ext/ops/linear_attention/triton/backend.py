@@ -34,6 +34,9 @@ _COMPOSE_COLUMNS = 16
 # Of a thread, without and with L2 norms: four or three programs on a multiprocessor.
 _PREPARE_REGISTERS = {False: 128, True: 168}
 _INTERPRETED_MULTIPROCESSORS = 4
+# What is kept of the chunks between the launches takes no more than about so many bytes: longer calls are carried
+# through part after part.
+_MOST_BYTES = 768 * 2**20
 
 
 def supports(problem: Problem) -> tuple[bool, str]:
@@ -91,22 +94,46 @@ def run(call: Call, op: str, mapping: Mapping | None = None) -> tuple[torch.Tens
     )  # fmt: skip
     o = torch.empty(call.v.shape, dtype=call.v.dtype, device=device)
     final = None
+    order = (sizes.value_dim, sizes.key_dim) if call.state_v_first else (sizes.key_dim, sizes.value_dim)
     if call.output_final_state:
-        order = (sizes.value_dim, sizes.key_dim) if call.state_v_first else (sizes.key_dim, sizes.value_dim)
         final = torch.empty(num_sequences, sizes.value_heads, *order, dtype=torch.float32, device=device)
     if num_sequences == 0:
         return o, final
+    hopper = _hopper(device, sizes)
     if mapping is None:
         tokens = sizes.num_tokens if sizes.packed else sizes.num_tokens * num_sequences
-        hopper = _hopper(device, sizes)
         mapping = map_prefill(
             tokens, num_sequences, sizes.value_heads, sizes.key_dim, sizes.value_dim, _multiprocessors(device),
             64 if hopper is None else hopper.WIDEST_BLOCK, op,
         )  # fmt: skip
     cu_seqlens = None if call.cu_seqlens is None else call.cu_seqlens.to(device).contiguous()
-    chunks = prepare(call, op, sizes, cu_seqlens)
-    recur(call, op, sizes, mapping, cu_seqlens, chunks, o, final)
+    parts = _parts(call, op, sizes, mapping)
+    states = final
+    if parts != [None] and states is None:
+        states = torch.empty(num_sequences, sizes.value_heads, *order, dtype=torch.float32, device=device)
+    for part in parts:
+        chunks = prepare(call, op, sizes, cu_seqlens, part)
+        recur(call, op, sizes, mapping, cu_seqlens, chunks, o, states, part)
+        del chunks  # or the next part's would take room of its own
     return o, final
+
+
+def chunk_bytes(op: str, key_dim: int) -> int:
+    """What is kept of a chunk of one value head between the launches."""
+    tiles = 2 * 2 * CHUNK * CHUNK
+    return tiles + 4 * _FACTOR_ROWS * CHUNK if op == "gdn" else tiles + 3 * 2 * CHUNK * key_dim + 4 * key_dim
+
+
+def _parts(call: Call, op: str, sizes: Sizes, mapping: Mapping) -> list[range | None]:
+    """The slots of chunks to prepare before their states are carried on; [None] for all of them together."""
+    hopper = _hopper(call.q.device, sizes)
+    slots = slot_count(sizes.num_tokens, sizes.num_sequences, sizes.packed, CHUNK)
+    most = max(1, _MOST_BYTES // (sizes.value_heads * chunk_bytes(op, sizes.key_dim)))
+    if hopper is None or call.q.dtype != torch.bfloat16 or mapping.segment_chunks is not None or slots <= most:
+        return [None]
+    count = -(-slots // most)
+    size = -(-slots // count)
+    return [range(first, min(first + size, slots)) for first in range(0, slots, size)]
 
 
 @functools.lru_cache(maxsize=64)
@@ -122,10 +149,11 @@ def _tokens(x: torch.Tensor) -> torch.Tensor:
     return flat if flat.dim() == 2 or flat.stride(-1) == 1 else flat.contiguous()
 
 
-def prepare(call: Call, op: str, sizes: Sizes, cu_seqlens: torch.Tensor | None) -> Chunks:
-    """Everything about the chunks that does not read the state."""
+def prepare(call: Call, op: str, sizes: Sizes, cu_seqlens: torch.Tensor | None, part: range | None = None) -> Chunks:
+    """Everything about the chunks, or about those of the slots in `part`, that does not read the state."""
     q, k, g, beta = (_tokens(x) for x in (call.q, call.k, call.g, call.beta))
-    slots = slot_count(sizes.num_tokens, sizes.num_sequences, sizes.packed, CHUNK)
+    slots = slot_count(sizes.num_tokens, sizes.num_sequences, sizes.packed, CHUNK) if part is None else len(part)
+    first = 0 if part is None else part.start
     heads, dim = sizes.value_heads, sizes.key_dim
 
     def empty(*shape: int, dtype: torch.dtype = q.dtype) -> torch.Tensor:
@@ -141,7 +169,9 @@ def prepare(call: Call, op: str, sizes: Sizes, cu_seqlens: torch.Tensor | None) 
     if op == "gdn":
         factors = empty(_FACTOR_ROWS, CHUNK, dtype=torch.float32)
         if hopper is not None:
-            hopper.prepare_gdn(grid, q, k, g, beta, cu_seqlens, (inverse, scores, factors), counts, steps, common)
+            hopper.prepare_gdn(
+                grid, q, k, g, beta, cu_seqlens, (inverse, scores, factors), counts, steps, common, first
+            )
         else:
             prepare_gdn_kernel[grid](
                 q, k, g, beta, cu_seqlens, inverse, scores, factors, *counts, *steps,
@@ -152,7 +182,7 @@ def prepare(call: Call, op: str, sizes: Sizes, cu_seqlens: torch.Tensor | None) 
     factors = empty(dim, dtype=torch.float32)
     results = (inverse, scores, keys, queries, tails, factors)
     if hopper is not None:
-        hopper.prepare_kda(grid, q, k, g, beta, cu_seqlens, results, counts, steps, common)
+        hopper.prepare_kda(grid, q, k, g, beta, cu_seqlens, results, counts, steps, common, first)
     else:
         prepare_kda_kernel[grid](q, k, g, beta, cu_seqlens, *results, *counts, *steps, **common, num_warps=4)
     return Chunks(queries, keys, tails, inverse, scores, factors)
@@ -167,8 +197,11 @@ def recur(
     chunks: Chunks,
     o: torch.Tensor,
     final: torch.Tensor | None,
+    part: range | None = None,
 ) -> None:
-    """Carry the state through the chunks, writing o and, if asked for, the final states."""
+    """Carry the state through the chunks, writing o and, if asked for, the final states. Through those of a part of the
+    slots it is carried from where the part before left it in `final`.
+    """
     v = _tokens(call.v)
     initial = None if call.initial_state is None else call.initial_state.contiguous()
     segment_chunks = mapping.segment_chunks or max(1, -(-sizes.num_tokens // CHUNK))
@@ -185,7 +218,7 @@ def recur(
     launch = functools.partial(
         _launch_any if hopper is None else hopper.recur,
         call, op == "kda", sizes, mapping.block_columns, cu_seqlens, chunks, v, initial, carries, o, final,
-        segment_chunks, slots,
+        segment_chunks, slots, part,
     )  # fmt: skip
     if carries is None:
         launch(transition=False)
@@ -228,8 +261,10 @@ def _launch_any(
     final: torch.Tensor | None,
     segment_chunks: int,
     slots: int,
+    part: range | None,
     transition: bool,
 ) -> None:
+    assert part is None
     columns = sizes.value_dim + sizes.key_dim if transition else sizes.value_dim
     block = min(block, sizes.key_dim) if transition else block
     q, k = chunks.queries, chunks.keys

@@ -23,8 +23,10 @@ WIDEST_BLOCK = 128
 _LEAST_COLUMNS = 64
 _MOST_STAGES = 3
 _SHARED_BYTES = 227 * 1024
-# Of a thread, by kernel: four programs of four warps on a multiprocessor, two of eight, and five.
-REGISTERS = {"gdn": 128, "kda": 128, "inverse": 96}
+# Of a thread, by kernel and its heads: four programs of four warps on a multiprocessor (KDA: two of eight), and five.
+REGISTERS = {("gdn", 1): 128, ("gdn", 2): 128, ("kda", 1): 128, ("inverse", 1): 96, ("inverse", 2): 128}
+# From so many chunks of heads on, which are two rounds of programs, a program prepares two heads.
+_LEAST_PAIRS = 1024
 # Up to so many chunks of heads a launch starts while the one before it ends; more of them fill the GPU either way, and
 # programs that wait for their turn take room from those that do not.
 _MOST_DEPENDENT = 8192
@@ -40,6 +42,11 @@ def stages(key_dim: int, groups: int, kda: bool) -> int:
     keys = 128 * key_dim * (3 if kda else 2)
     stage = keys + 2 * 8192 + 8192 * groups + (4 * key_dim if kda else 1024)
     return min(_MOST_STAGES, (_SHARED_BYTES - 8192 * groups - 512) // stage)
+
+
+def _together(heads: int, chunks: int) -> int:
+    """Heads, of so many that can be together, in a program that prepares: two where chunks of heads fill the GPU."""
+    return 2 if heads % 2 == 0 and chunks >= _LEAST_PAIRS else 1
 
 
 def _square(x: torch.Tensor) -> TensorDescriptor:
@@ -58,16 +65,18 @@ def prepare_gdn(
     counts: tuple[Any, ...],
     steps: tuple[int, ...],
     constants: dict[str, Any],
+    first_slot: int,
 ) -> None:
-    """Launch with `prepare_gdn_kernel`'s operands, in BF16, into its results; counts, strides (steps) and constants as
-    it takes them.
+    """Launch with `prepare_gdn_kernel`'s operands, in BF16, into its results, from first_slot on; counts, strides
+    (steps) and constants as it takes them.
     """
     inverse, scores, factors = results
     keys = [CHUNK, constants["K"]]
-    prepare_gdn_hopper_kernel[grid](
+    heads = _together(counts[4], grid[0])
+    prepare_gdn_hopper_kernel[(grid[0] // heads,)](
         descriptor(q.flatten(1), keys), descriptor(k.flatten(1), keys), g, beta, cu_seqlens, _square(inverse),
-        _square(scores), factors, *counts, *steps[2:4], *steps[6:], **constants,
-        num_warps=4, maxnreg=REGISTERS["gdn"],
+        _square(scores), factors, *counts, first_slot, *steps[2:4], *steps[6:], **constants,
+        HEADS=heads, num_warps=4, maxnreg=REGISTERS["gdn", heads],
     )  # fmt: skip
 
 
@@ -82,17 +91,20 @@ def prepare_kda(
     counts: tuple[Any, ...],
     steps: tuple[int, ...],
     constants: dict[str, Any],
+    first_slot: int,
 ) -> None:
     """As `prepare_gdn`, for `prepare_kda_kernel`; the inverse is written over what it is the inverse of."""
-    inverse = results[0]
+    inverse, scores, *others = results
     prepare_kda_hopper_kernel[grid](
-        q, k, g, beta, cu_seqlens, *results, *counts, *steps, **constants,
-        num_warps=constants["K"] // 16, maxnreg=REGISTERS["kda"],
+        q, k, g, beta, cu_seqlens, _square(inverse), _square(scores), *others, *counts, first_slot, *steps, **constants,
+        num_warps=constants["K"] // 16, maxnreg=REGISTERS["kda", 1],
     )  # fmt: skip
-    _, num_sequences, num_tokens, heads, _ = counts
-    invert_hopper_kernel[grid](
-        _square(inverse), _square(inverse), beta, cu_seqlens, num_sequences, num_tokens, heads, steps[3], steps[7],
-        PACKED=constants["PACKED"], num_warps=4, maxnreg=REGISTERS["inverse"], launch_pdl=grid[0] <= _MOST_DEPENDENT,
+    _, num_sequences, num_tokens, value_heads, _ = counts
+    heads = _together(value_heads, grid[0])
+    invert_hopper_kernel[(grid[0] // heads,)](
+        _square(inverse), _square(inverse), beta, cu_seqlens, num_sequences, num_tokens, value_heads,
+        first_slot, steps[3], steps[7], PACKED=constants["PACKED"], HEADS=heads, num_warps=4,
+        maxnreg=REGISTERS["inverse", heads], launch_pdl=grid[0] <= _MOST_DEPENDENT,
     )  # fmt: skip
 
 
@@ -110,6 +122,7 @@ def recur(
     final: torch.Tensor | None,
     segment_chunks: int,
     slots: int,
+    part: range | None,
     transition: bool,
 ) -> None:
     """See `backend.recur`, of which this is one launch."""
@@ -127,10 +140,11 @@ def recur(
     inverse, scores = _square(chunks.inverse), _square(chunks.scores)
     values, out = (descriptor(x.flatten(-2), [CHUNK, CHUNK]) for x in (v, o.flatten(0, 1)))
     groups = block // CHUNK
+    ends = (0, 0) if part is None else (part.start, part.stop)
     recurrence_hopper_kernel[(columns // block * sizes.value_heads * slots,)](
         k, q, values, tails, inverse, scores, factors, out, initial, carries, final, o, cu_seqlens,
         sizes.num_sequences, sizes.num_tokens, sizes.value_heads, sizes.value_heads // sizes.heads, segment_chunks,
-        K=sizes.key_dim, V=sizes.value_dim, GROUPS=groups, KDA=kda, TRANSITION=transition,
-        V_FIRST=call.state_v_first, PACKED=sizes.packed, STAGES=stages(sizes.key_dim, groups, kda), num_warps=4,
-        launch_pdl=chunks.inverse.shape[0] * sizes.value_heads <= _MOST_DEPENDENT,
+        *ends, K=sizes.key_dim, V=sizes.value_dim, GROUPS=groups, KDA=kda, TRANSITION=transition,
+        V_FIRST=call.state_v_first, PACKED=sizes.packed, STAGES=stages(sizes.key_dim, groups, kda),
+        PART=part is not None, num_warps=4, launch_pdl=chunks.inverse.shape[0] * sizes.value_heads <= _MOST_DEPENDENT,
     )  # fmt: skip

@@ -1,4 +1,8 @@
-"""`prepare_gdn_kernel` for compute capability 9.0 in Gluon, in BF16; operands and results as there."""
+"""`prepare_gdn_kernel` for compute capability 9.0 in Gluon, in BF16; results as there.
+
+A program prepares a chunk of HEADS value heads with the same keys and queries: these are multiplied once, and the
+diagonal blocks of the heads' matrices are solved together, half of a warp a block.
+"""
 
 # Triton's functions take tensors and compile-time values of any kind.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -25,16 +29,50 @@ from vllm_ext.ops.linear_attention.triton.hopper import (
     to_half,
     zero_past,
 )
-from vllm_ext.ops.linear_attention.triton.inverse_hopper import invert
+from vllm_ext.ops.linear_attention.triton.inverse_hopper import assemble, halves_of, keep_diagonal, room, solve_diagonal
 
 # One compiled kernel serves every count.
-_UNSPECIALIZED = ["num_sequences", "num_tokens", "value_heads", "heads_a_key"]
+_UNSPECIALIZED = ["num_sequences", "num_tokens", "value_heads", "heads_a_key", "first_slot"]
 
 
 @gluon.jit
-def _norm_factor(products, diagonal):
+def norm_factor(products, diagonal):
     """1 / length of rows, from their products with each other."""
     return gl.rsqrt(gl.sum(gl.where(diagonal, products, 0.0), 1) + L2_NORM_EPS)
+
+
+@gluon.jit
+def _read_gates(g, beta, token, count, g_token, beta_token, g_head, beta_head, head, HEADS: gl.constexpr):
+    """Rows of 64 numbers: for every head the sums of its gates, in powers of 2, and then for every head its betas. Each
+    is read by one warp.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    which = gl.arange(0, 2 * HEADS, gl.SliceLayout(1, layout))[:, None]
+    at = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+    own = head + which % HEADS
+    at_g = g + (token + at).to(gl.int64) * g_token + own * g_head
+    at_beta = beta + (token + at).to(gl.int64) * beta_token + own * beta_head
+    step = gl.load(at_g, mask=(which < HEADS) & (at < count), other=0.0).to(gl.float32)
+    size = gl.load(at_beta, mask=(which >= HEADS) & (at < count), other=0.0).to(gl.float32)
+    total = gl.associative_scan(gl.maximum(step, LEAST_STEP) * LOG2_E, 1, add)
+    return gl.where(which < HEADS, total, size).reshape([128 * HEADS])
+
+
+@gluon.jit
+def factor_rows(totals, norms, scale, NORMALISE: gl.constexpr):
+    """The four rows of factors of a chunk, [4, 64]; norms: 64 of its keys, 64 of its queries with the scale."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    of_token: gl.constexpr = gl.SliceLayout(0, layout)
+    which = gl.arange(0, 4, gl.SliceLayout(1, layout))[:, None]
+    total = totals.load(of_token)[None, :]
+    last = totals.slice(63, 1).load(of_token)[None, :]
+    exponent = gl.where(which < 2, total, gl.where(which == 2, gl.minimum(last - total, 0.0), last))
+    if NORMALISE:
+        key, query = norms.slice(0, 64).load(of_token)[None, :], norms.slice(64, 64).load(of_token)[None, :]
+        factor = gl.where(which == 1, query, gl.where(which == 3, 1.0, key))
+    else:
+        factor = gl.where(which == 1, scale, 1.0)
+    return exp2(exponent) * factor
 
 
 @gluon.jit(do_not_specialize=_UNSPECIALIZED)
@@ -52,6 +90,7 @@ def prepare_gdn_hopper_kernel(
     num_tokens,
     value_heads,
     heads_a_key,
+    first_slot,
     g_token,
     beta_token,
     g_head,
@@ -59,12 +98,16 @@ def prepare_gdn_hopper_kernel(
     K: gl.constexpr,
     NORMALISE: gl.constexpr,
     PACKED: gl.constexpr,
+    HEADS: gl.constexpr,
 ):
-    """Tiles by descriptors: q and k [tokens, heads K], inverse and scores [slots value_heads 64, 64]. On four warps."""
+    """Tiles by descriptors: q and k [tokens, heads K], inverse and scores [slots value_heads 64, 64]. Grid: groups of
+    HEADS value heads, which share a key head, within slots of 64 tokens from first_slot on; on four warps.
+    """
     let_dependents_launch()
-    slot = gl.program_id(0) // value_heads
-    head = gl.program_id(0) % value_heads
-    _, begin, length, chunk, _ = sequence_of_slot(cu_seqlens, slot, num_sequences, num_tokens, 64, PACKED)
+    groups = value_heads // HEADS
+    place = gl.program_id(0) // groups
+    head = gl.program_id(0) % groups * HEADS
+    _, begin, length, chunk, _ = sequence_of_slot(cu_seqlens, first_slot + place, num_sequences, num_tokens, 64, PACKED)
     count = length - chunk * 64
     if count <= 0:
         return
@@ -72,10 +115,22 @@ def prepare_gdn_hopper_kernel(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
     by_column: gl.constexpr = gl.SliceLayout(0, layout)
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     token = begin + chunk * 64
-    out = slot * value_heads + head
-    k_tile = gl.allocate_shared_memory(dtype, [64, K], k.layout)
-    q_tile = gl.allocate_shared_memory(dtype, [64, K], q.layout)
+    out = place * value_heads + head
+    # Keys and queries make room for the matrices and the scores as soon as they are multiplied, the diagonal blocks for
+    # the first tiles and the scores for the second: four programs find room on a multiprocessor.
+    tiles = gl.allocate_shared_memory(gl.float16, [128, 64], inverse.layout)
+    weight_tiles = gl.allocate_shared_memory(dtype, [128, 64], scores.layout)
+    first_tiles = room(HEADS)
+    k_tile = tiles._reinterpret(dtype, [64, K], k.layout)
+    q_tile = weight_tiles._reinterpret(dtype, [64, K], q.layout)
+    second_tiles = halves_of(weight_tiles._reinterpret(gl.float16, [128, 64], inverse.layout), HEADS)
+    tiles = halves_of(tiles, HEADS)
+    blocks = first_tiles[0]._reinterpret(gl.float16, [4 * HEADS, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    solved = gl.allocate_shared_memory(gl.float16, [64 * HEADS, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    vectors = gl.allocate_shared_memory(gl.float32, [128 * HEADS], vector)
+    norms = gl.allocate_shared_memory(gl.float32, [128], vector)
     arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(arrived, count=1)
     fence_async_shared()
@@ -84,24 +139,12 @@ def prepare_gdn_hopper_kernel(
     key_column = head // heads_a_key * K
     tma.async_copy_global_to_shared(k, [token, key_column], arrived, k_tile)
     tma.async_copy_global_to_shared(q, [token, key_column], arrived, q_tile)
-
-    flat: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    at = gl.arange(0, 64, flat)
-    at_g = g + (token + at).to(gl.int64) * g_token + head * g_head
-    at_beta = beta + (token + at).to(gl.int64) * beta_token + head * beta_head
-    step = gl.load(at_g, mask=at < count, other=0.0).to(gl.float32)
-    total = gl.associative_scan(gl.maximum(step, LEAST_STEP) * LOG2_E, 0, add)
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    totals = gl.allocate_shared_memory(gl.float32, [64], vector)
-    sizes = gl.allocate_shared_memory(gl.float32, [64], vector)
-    totals.store(total)
-    sizes.store(gl.load(at_beta, mask=at < count, other=0.0).to(gl.float32))
-    last = gl.sum(gl.where(at == 63, total, 0.0), 0)
-    gl.thread_barrier()
+    vectors.store(_read_gates(g, beta, token, count, g_token, beta_token, g_head, beta_head, head, HEADS))
     row = gl.arange(0, 64, by_row)[:, None]
     column = gl.arange(0, 64, by_column)[None, :]
-    between = exp2(totals.load(by_row)[:, None] - totals.load(by_column)[None, :])
-    between = gl.where(row >= column, between, 0.0)
+    of_factors: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    number = gl.arange(0, 4, gl.SliceLayout(1, of_factors))[:, None] * 64
+    number += gl.arange(0, 64, gl.SliceLayout(0, of_factors))[None, :]
 
     mbarrier.wait(arrived, 0)
     if count < 64:
@@ -110,40 +153,46 @@ def prepare_gdn_hopper_kernel(
         fence_async_shared()
         gl.thread_barrier()
     zero = gl.zeros([64, 64], gl.float32, layout)
+    if NORMALISE:
+        lengths = warpgroup_mma(q_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+        lengths = warpgroup_mma_wait(0, [lengths])
+        norms.slice(64, 64).store(norm_factor(lengths, row == column) * scale)
     across = k_tile.permute((1, 0))
     coupling = warpgroup_mma(k_tile, across, zero, use_acc=False, is_async=True)
     asked = warpgroup_mma(q_tile, across, zero, use_acc=False, is_async=True)
     coupling, asked = warpgroup_mma_wait(0, [coupling, asked])
-    row_size = sizes.load(by_row)
-    of_k = gl.full([64], 1.0, gl.float32, flat)
-    of_q = gl.full([64], 1.0, gl.float32, flat) * scale
     if NORMALISE:
-        lengths = warpgroup_mma(q_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-        lengths = warpgroup_mma_wait(0, [lengths])
-        k_row = _norm_factor(coupling, row == column)
-        q_row = _norm_factor(lengths, row == column) * scale
-        of_k, of_q = gl.convert_layout(k_row, flat), gl.convert_layout(q_row, flat)
-        between = between * gl.convert_layout(k_row, by_column)[None, :]
-        weights = asked * between * q_row[:, None]
-        row_size = row_size * k_row
+        norms.slice(0, 64).store(norm_factor(coupling, row == column))
     else:
-        weights = asked * between * scale
-    matrix = coupling * between * row_size[:, None]
-    weight_tile = gl.allocate_shared_memory(dtype, [64, 64], scores.layout)
-    weight_tile.store(weights.to(dtype))
-    place = factors + out.to(gl.int64) * 256 + at
-    gl.store(place, exp2(total) * of_k)
-    gl.store(place + 64, exp2(total) * of_q)
-    gl.store(place + 128, exp2(gl.minimum(last - total, 0.0)) * of_k)
-    gl.store(place + 192, exp2(last + gl.zeros([64], gl.float32, flat)))
-    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
-    tile = gl.allocate_shared_memory(gl.float16, [64, 64], tile_layout)
-    tile.store(to_half(matrix))
-    solve = invert(matrix, tile) * sizes.load(by_column)[None, :]
-    solve_tile = gl.allocate_shared_memory(gl.float16, [64, 64], inverse.layout)
-    solve_tile.store(to_half(solve))
+        asked = asked * scale
+    gl.thread_barrier()
+    for h in gl.static_range(HEADS):
+        totals = vectors.slice(64 * h, 64)
+        between = exp2(totals.load(by_row)[:, None] - totals.load(by_column)[None, :])
+        between = gl.where(row >= column, between, 0.0)
+        row_size = vectors.slice(64 * (HEADS + h), 64).load(by_row)
+        if NORMALISE:
+            between = between * norms.slice(0, 64).load(by_column)[None, :]
+            row_size = row_size * norms.slice(0, 64).load(by_row)
+            weights = asked * between * norms.slice(64, 64).load(by_row)[:, None]
+        else:
+            weights = asked * between
+        weight_tiles.slice(64 * h, 64).store(weights.to(dtype))
+        matrix = to_half(coupling * between * row_size[:, None])
+        tiles[h].store(matrix)
+        keep_diagonal(matrix, blocks.slice(4 * h, 4))
+        at_factors = factors + (out + h).to(gl.int64) * 256 + number
+        gl.store(at_factors, factor_rows(totals, norms, scale, NORMALISE))
     fence_async_shared()
     gl.thread_barrier()
-    tma.async_copy_shared_to_global(scores, [out * 64, 0], weight_tile)
-    tma.async_copy_shared_to_global(inverse, [out * 64, 0], solve_tile)
+    for h in gl.static_range(HEADS):
+        tma.async_copy_shared_to_global(scores, [(out + h) * 64, 0], weight_tiles.slice(64 * h, 64))
+    solve_diagonal(blocks, solved)
+    tma.store_wait(0)
+    gl.thread_barrier()
+    assemble(solved, tiles, first_tiles, second_tiles, vectors.slice(64 * HEADS, 64 * HEADS), layout)
+    fence_async_shared()
+    gl.thread_barrier()
+    for h in gl.static_range(HEADS):
+        tma.async_copy_shared_to_global(inverse, [(out + h) * 64, 0], first_tiles[h])
     tma.store_wait(0)

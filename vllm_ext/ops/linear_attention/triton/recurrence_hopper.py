@@ -28,7 +28,15 @@ from vllm_ext.ops.linear_attention.triton.hopper import (
 )
 
 # One compiled kernel serves every count.
-_UNSPECIALIZED = ["num_sequences", "num_tokens", "value_heads", "heads_a_key", "segment_chunks"]
+_UNSPECIALIZED = [
+    "num_sequences",
+    "num_tokens",
+    "value_heads",
+    "heads_a_key",
+    "segment_chunks",
+    "first_slot",
+    "end_slot",
+]
 
 
 @gluon.jit
@@ -91,6 +99,7 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
     TRANSITION: gl.constexpr = p[4]
     V_FIRST: gl.constexpr = p[5]
     STAGES: gl.constexpr = p[6]
+    PART: gl.constexpr = p[7]
     FACTORS: gl.constexpr = K if KDA else 256
     dtype: gl.constexpr = k_tiles.dtype
     rows_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -115,6 +124,8 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
         state = gl.load(initial_state + own + at_state).to(gl.float32)
     else:
         state = gl.zeros([64, K], gl.float32, state_layout)
+    if PART and start > 0:
+        state = gl.load(final_state + own + at_state)
     zero_rows = gl.zeros([64, 64], gl.float32, rows_layout)
     asked, within = zero_rows, zero_rows
     answer = gl.zeros([64, 64], dtype, rows_layout)
@@ -207,7 +218,7 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
             at = gl.arange(0, 64, gl.SliceLayout(0, out_layout)) + value_column
             at_o = (begin + row)[:, None].to(gl.int64) * (value_heads * V) + at[None, :]
             gl.store(o_pointer + at_o, o_tile.load(out_layout), mask=(row < length)[:, None])
-        if final_state is not None and stop >= (length + 63) // 64:
+        if final_state is not None and (PART or stop >= (length + 63) // 64):
             gl.store(final_state + own + at_state, state)
 
 
@@ -231,6 +242,8 @@ def recurrence_hopper_kernel(
     value_heads,
     heads_a_key,
     segment_chunks,
+    first_slot,
+    end_slot,
     K: gl.constexpr,
     V: gl.constexpr,
     GROUPS: gl.constexpr,
@@ -239,10 +252,12 @@ def recurrence_hopper_kernel(
     V_FIRST: gl.constexpr,
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
+    PART: gl.constexpr,
 ):
     """Arguments as `recurrence_kernel`, for blocks of 64 GROUPS columns, tiles by descriptors: k, q [tokens, heads K]
     (KDA: k, q, tails [slots heads 64, K]), v and o [tokens, heads V], inverse and scores [slots heads 64, 64], factors
-    [slots heads, 256] (KDA: [.., K]).
+    [slots heads, 256] (KDA: [.., K]). A PART of a call has the chunks of slots first_slot to end_slot, and the states
+    of sequences that began before stand in final_state.
     """
     let_dependents_launch()
     dtype: gl.constexpr = v.dtype
@@ -262,6 +277,12 @@ def recurrence_hopper_kernel(
     stop = gl.minimum(start + segment_chunks, chunks)
     if TRANSITION and stop == chunks:
         return
+    if PART:
+        start = gl.maximum(start, first_slot - chunk_slot)
+        stop = gl.minimum(stop, end_slot - chunk_slot)
+        if (start > stop) | ((start == stop) & (chunks > 0)):
+            return
+        chunk_slot = chunk_slot - first_slot
     own = (n.to(gl.int64) * value_heads + head) * (V * K)
     carry = (segment_slot.to(gl.int64) * value_heads + head) * ((V + K) * K)
     with_values = first_column < V if TRANSITION else first_column >= 0
@@ -282,7 +303,7 @@ def recurrence_hopper_kernel(
     fence_async_shared()
 
     await_launches()
-    p: gl.constexpr = (K, V, GROUPS, KDA, TRANSITION, V_FIRST, STAGES)
+    p: gl.constexpr = (K, V, GROUPS, KDA, TRANSITION, V_FIRST, STAGES, PART)
     tiles = (k_tiles, q_tiles, v_tiles, solve_tiles, weight_tiles, tail_tiles, factor_tiles, o_tiles)
     descriptors = (k, q, v, tails, inverse, scores, factors, o)
     pointers = (initial_state, carries, final_state, o_pointer, own, carry)
