@@ -30,7 +30,7 @@ def build_layer(model: str, options: dict[str, Any]) -> tuple[Any, Any]:
     load_general_plugins()
     config = EngineArgs(model=model, enforce_eager=True, enable_prefix_caching=False, **options).create_engine_config()
     with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, "tcp://127.0.0.1:29731", 0, "gloo")
+        init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, "gloo")
         initialize_model_parallel(1)
         from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 

@@ -33,7 +33,7 @@ def build(kind: str, model: str) -> tuple[Any, Any]:
     options = {"enforce_eager": True, "enable_prefix_caching": False, "attention_backend": "ha_npu"}
     config = EngineArgs(model=model, **options).create_engine_config()
     with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, "tcp://127.0.0.1:29733", 0, "gloo")
+        init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, "gloo")
         initialize_model_parallel(1)
         layer = (olmo if kind == "olmo" else bailing)(config)
     generator = torch.Generator().manual_seed(1)

@@ -8,43 +8,36 @@ import json
 import logging
 from typing import Any
 
+from vllm_ext._wrapping import wrap_once
 from vllm_ext.model_executor.attention_backend import is_ha_npu
 from vllm_ext.options import NAMESPACE, SCHEME_KEYS, parse_options
 from vllm_ext.quantization import QUANT_METHOD, Scheme
 
 logger = logging.getLogger("vllm.vllm_ext.quantization")
-_MARK = "_vllm_ext_wrapped"
 
 
 def wrap_engine_args(arg_utils: Any) -> None:
-    """Wrap `__post_init__` and `create_engine_config` of `arg_utils.EngineArgs` once."""
+    """Around `__post_init__`, `create_engine_config` and `add_cli_args` of `arg_utils.EngineArgs`."""
     cls = arg_utils.EngineArgs
-    if getattr(cls, _MARK, False):
-        return
-    post_init, create, add_cli_args = cls.__post_init__, cls.create_engine_config, cls.add_cli_args
 
-    @functools.wraps(post_init)
-    def wrapped_post_init(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrap_once(cls, "__post_init__")
+    def made(post_init: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         move_quantization_config(self)
         return post_init(self, *args, **kwargs)
 
-    @functools.wraps(create)
-    def wrapped_create(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrap_once(cls, "create_engine_config")
+    def created(create: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         move_attention_backend(self)
         check_options(self)
         config = create(self, *args, **kwargs)
         warn_of_unused_options(config)
         return config
 
-    @functools.wraps(add_cli_args)
-    def wrapped_add_cli_args(parser: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrap_once(cls, "add_cli_args")
+    def added(add_cli_args: Any, parser: Any, *args: Any, **kwargs: Any) -> Any:
         parser = add_cli_args(parser, *args, **kwargs)
         accept_scheme_keys(parser)
         return parser
-
-    cls.__post_init__, cls.create_engine_config = wrapped_post_init, wrapped_create
-    cls.add_cli_args = staticmethod(wrapped_add_cli_args)
-    setattr(cls, _MARK, True)
 
 
 def add_options(engine_args: Any, options: dict[str, Any]) -> None:

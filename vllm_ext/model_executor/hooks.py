@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from importlib import import_module
 from typing import Any
 
 from vllm_ext._import_hooks import when_imported
+from vllm_ext._wrapping import wrap_once
 
-_MARK = "_vllm_ext_wrapped"
 _CONFIG_MODULE = "vllm_ext.model_executor.quantization"
 
 
@@ -33,13 +32,9 @@ def register_quantization(quantization: Any) -> None:
 
 def wrap_load_model(base_loader: Any) -> None:
     """Look at what a loader will read, and check the model once it is filled: the first moment all layers are known."""
-    cls = base_loader.BaseModelLoader
-    if getattr(cls, _MARK, False):
-        return
-    load_model = cls.load_model
 
-    @functools.wraps(load_model)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrap_once(base_loader.BaseModelLoader, "load_model")
+    def checked(load_model: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         call = {**dict(zip(("vllm_config", "model_config"), args, strict=False)), **kwargs}
         vllm_config = call.get("vllm_config")
         # A loader called in another way than the versions tried call it goes on without our checks.
@@ -51,9 +46,6 @@ def wrap_load_model(base_loader: Any) -> None:
         if target:
             after_load(vllm_config, model)
         return model
-
-    cls.load_model = wrapped
-    setattr(cls, _MARK, True)
 
 
 def before_load(vllm_config: Any, load_config: Any) -> Any:

@@ -8,15 +8,14 @@ forgets the cached blocks that they had begun to fill.
 from __future__ import annotations
 
 import copy
-import functools
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from vllm_ext._wrapping import wrap_once
 from vllm_ext.model_executor.ascend.platform import is_ascend
 
-_MARK = "_vllm_ext_wrapped"
 _ATTRIBUTE = "_vllm_ext_failures"
 REASON_MARK = "ha_npu prefill of the"
 """In the reason of every failed request, by which it is told from a stop string."""
@@ -82,23 +81,16 @@ def is_reporting_rank() -> bool:
 
 def hook_worker(module: Any) -> None:
     """`vllm.v1.worker.gpu_worker` (the CPU's worker derives from it): send what failed along with a step's output."""
-    cls = module.Worker
-    if getattr(cls, _MARK, False):
-        return
-    execute, sample = cls.execute_model, cls.sample_tokens
 
-    @functools.wraps(execute)
-    def wrapped_execute(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrap_once(module.Worker, "execute_model")
+    def executed(execute: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         STEP.take()  # of a step that raised
         output = execute(self, *args, **kwargs)
         return output if output is None else _attach(output)
 
-    @functools.wraps(sample)
-    def wrapped_sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrap_once(module.Worker, "sample_tokens")
+    def sampled(sample: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         return _attach(sample(self, *args, **kwargs))
-
-    cls.execute_model, cls.sample_tokens = wrapped_execute, wrapped_sample
-    setattr(cls, _MARK, True)
 
 
 def _attach(output: Any) -> Any:
@@ -123,13 +115,9 @@ def _with_failures(output: Any, failed: Mapping[int, str]) -> Any:
 
 def hook_scheduler(module: Any) -> None:
     """`vllm.v1.core.sched.scheduler`: finish the requests that a step's output says failed."""
-    cls = module.Scheduler
-    update = cls.update_from_output
-    if getattr(update, _MARK, False):
-        return
 
-    @functools.wraps(update)
-    def wrapped(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+    @wrap_once(module.Scheduler, "update_from_output")
+    def updated(update: Any, self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         failed = getattr(model_runner_output, _ATTRIBUTE, None)
         if not failed:
             return update(self, scheduler_output, model_runner_output)
@@ -141,9 +129,6 @@ def hook_scheduler(module: Any) -> None:
             else:
                 outputs[client] = module.EngineCoreOutputs(outputs=last)
         return outputs
-
-    setattr(wrapped, _MARK, True)
-    cls.update_from_output = wrapped
 
 
 def _finish(scheduler: Any, scheduler_output: Any, failed: Mapping[str, str]) -> dict[int, list[Any]]:

@@ -8,7 +8,6 @@ notes which layer is running, and the function is served by us only if that laye
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
 import weakref
@@ -16,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_ext import compat
+from vllm_ext._wrapping import wrap_once
 
-_MARK = "_vllm_ext_wrapped"
 _ATTRIBUTE = "_vllm_ext_prefill"
 _running = threading.local()
 
@@ -147,17 +146,11 @@ def _options(vllm_config: Any) -> Any:
 
 def _after_init(cls: Any, attach: Callable[[Any], Any]) -> None:
     """Run `attach` on each new layer."""
-    init = cls.__init__
-    if getattr(init, _MARK, False):
-        return
 
-    @functools.wraps(init)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+    @wrap_once(cls, "__init__")
+    def looked_at(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         attach(self)
-
-    setattr(wrapped, _MARK, True)
-    cls.__init__ = wrapped
 
 
 def _make_prefill(layer: Any, op: str, heads: int, value_heads: int, key_dim: int, value_dim: int) -> Any:
@@ -205,63 +198,40 @@ def _note_running(cls: Any, method: str, *, encloses_call: bool) -> None:
     Held weakly: the note must not keep a finished engine's weights alive.
     """
 
-    def note(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            before = getattr(_running, "layer", _no_layer)
-            _running.layer = weakref.ref(self)
-            try:
-                return function(self, *args, **kwargs)
-            finally:
-                if encloses_call:
-                    _running.layer = before
-
-        return wrapped
-
-    function = getattr(cls, method)
-    if getattr(function, _MARK, False):
-        return
-    noted = compat.wrap_beneath_graph_break(function, note)
-    setattr(noted, _MARK, True)
-    setattr(cls, method, noted)
+    @wrap_once(cls, method, through=compat.wrap_beneath_graph_break)
+    def noted(function: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = getattr(_running, "layer", _no_layer)
+        _running.layer = weakref.ref(self)
+        try:
+            return function(self, *args, **kwargs)
+        finally:
+            if encloses_call:
+                _running.layer = before
 
 
 def _serve_function(module: Any, name: str, serve: Callable[..., Any]) -> None:
     """Replace a kernel of `module`: calls from a layer with a `LayerPrefill` go to serve(prefill, stock, **kwargs)."""
-    stock = getattr(module, name)
-    if getattr(stock, _MARK, False):
-        return
-    names = tuple(inspect.signature(stock).parameters)
+    names = tuple(inspect.signature(getattr(module, name)).parameters)
 
-    @functools.wraps(stock)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    @wrap_once(module, name)
+    def served(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         layer = getattr(_running, "layer", _no_layer)()
         prefill = getattr(layer, _ATTRIBUTE, None)
         if prefill is None:
             return stock(*args, **kwargs)
         return serve(prefill, stock, **dict(zip(names, args, strict=False)), **kwargs)
 
-    setattr(wrapped, _MARK, True)
-    setattr(module, name, wrapped)
-
 
 def _prefer_triton(module: Any) -> None:
     """Under ha_npu, keep vLLM from preparing for, and announcing, a GDN prefill kernel that then is not called."""
-    resolve, announce = module._resolve_gdn_prefill_backend, module._log_gdn_backend_decision
-    if getattr(resolve, _MARK, False):
-        return
 
-    @functools.wraps(resolve)
-    def wrapped(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrap_once(module, "_resolve_gdn_prefill_backend")
+    def resolved(resolve: Callable[..., Any], vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         if _options(vllm_config).linear_attn_backend:
             return "triton", "triton"
         return resolve(vllm_config, *args, **kwargs)
 
-    @functools.wraps(announce)
-    def announced(vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    @wrap_once(module, "_log_gdn_backend_decision")
+    def announced(announce: Callable[..., None], vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         if not _options(vllm_config).linear_attn_backend:
             announce(vllm_config, *args, **kwargs)
-
-    setattr(wrapped, _MARK, True)
-    module._resolve_gdn_prefill_backend = wrapped
-    module._log_gdn_backend_decision = announced

@@ -6,26 +6,21 @@ server drops that where it answers an error, so it is kept from one place to the
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from typing import Any
 
+from vllm_ext._wrapping import wrap_once
 from vllm_ext.model_executor.linear_attention_failures import REASON_MARK
 
-_MARK = "_vllm_ext_wrapped"
 _MOST_KEPT = 1000
 _reasons: OrderedDict[str, str] = OrderedDict()
 
 
 def hook_output_processor(module: Any) -> None:
     """`vllm.v1.engine.output_processor`: note the reason of each of our failures as it arrives."""
-    cls = module.OutputProcessor
-    process = cls.process_outputs
-    if getattr(process, _MARK, False):
-        return
 
-    @functools.wraps(process)
-    def wrapped(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrap_once(module.OutputProcessor, "process_outputs")
+    def noted(process: Any, self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         for output in engine_core_outputs:
             reason = output.stop_reason
             if isinstance(reason, str) and REASON_MARK in reason and output.finish_reason is not None:
@@ -33,9 +28,6 @@ def hook_output_processor(module: Any) -> None:
                 if state is not None:
                     keep(state.external_req_id, reason)
         return process(self, engine_core_outputs, *args, **kwargs)
-
-    setattr(wrapped, _MARK, True)
-    cls.process_outputs = wrapped
 
 
 def keep(request_id: str, reason: str) -> None:
@@ -57,19 +49,13 @@ def take(request_id: str) -> str | None:
 
 def hook_serving(module: Any) -> None:
     """The server's module with `_raise_if_error`: answer with the reason where there is one."""
-    for cls in list(vars(module).values()):
-        raise_if_error = vars(cls).get("_raise_if_error") if isinstance(cls, type) else None
-        if raise_if_error is not None and not getattr(raise_if_error, _MARK, False):
-            cls._raise_if_error = _with_reason(raise_if_error, module.GenerationError)
 
-
-def _with_reason(raise_if_error: Any, generation_error: type[Exception]) -> Any:
-    @functools.wraps(raise_if_error)
-    def wrapped(self: Any, finish_reason: str | None, request_id: str) -> None:
+    def raise_with_reason(raise_if_error: Any, self: Any, finish_reason: str | None, request_id: str) -> None:
         reason = take(request_id) if finish_reason == "error" else None
         if reason is not None:
-            raise generation_error(reason)
+            raise module.GenerationError(reason)
         raise_if_error(self, finish_reason, request_id)
 
-    setattr(wrapped, _MARK, True)
-    return wrapped
+    for cls in list(vars(module).values()):
+        if isinstance(cls, type) and "_raise_if_error" in vars(cls):
+            wrap_once(cls, "_raise_if_error")(raise_with_reason)

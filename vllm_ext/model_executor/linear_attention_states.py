@@ -8,34 +8,26 @@ request, whatever the batch looks like, so its slots are cleared before the step
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
+from vllm_ext._wrapping import wrap_once
 from vllm_ext.model_executor.linear_attention_hooks import is_served
 
-_MARK = "_vllm_ext_clears_states"
 _SERVES = "_vllm_ext_serves_states"
 
 
 def hook_worker(module: Any) -> None:
     """`vllm.v1.worker.gpu_worker` (the CPU's worker derives from it): clear slots before each step."""
-    cls = module.Worker
-    if getattr(cls, _MARK, False):
-        return
-    execute = cls.execute_model
 
-    @functools.wraps(execute)
-    def wrapped(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrap_once(module.Worker, "execute_model")
+    def cleared(execute: Any, self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         # Asked once, when the model is there: a step of an engine that ha_npu does not serve is not looked at.
         if not hasattr(self, _SERVES):
             setattr(self, _SERVES, any(map(is_served, _layers(self).values())))
         if getattr(self, _SERVES):
             clear_first_states(self, scheduler_output)
         return execute(self, scheduler_output, *args, **kwargs)
-
-    cls.execute_model = wrapped
-    setattr(cls, _MARK, True)
 
 
 def _layers(worker: Any) -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-_MARK = "_vllm_ext_wrapped"
+from vllm_ext._wrapping import wrap_once
 
 
 def leave_experts_out(model_manager: Any) -> None:
@@ -13,12 +12,9 @@ def leave_experts_out(model_manager: Any) -> None:
 
     An adapter that does target experts is then refused by vLLM, with the list of modules that take one.
     """
-    supported = model_manager.get_supported_lora_modules
-    if getattr(supported, _MARK, False):
-        return
 
-    @functools.wraps(supported)
-    def wrapped(model: Any) -> list[str]:
+    @wrap_once(model_manager, "get_supported_lora_modules")
+    def without_experts(supported: Any, model: Any) -> list[str]:
         from vllm_ext.model_executor.moe_method import AtLoadMoEMethod, PackedMoEMethod
 
         ours = set()
@@ -26,6 +22,3 @@ def leave_experts_out(model_manager: Any) -> None:
             if isinstance(getattr(module, "quant_method", None), (AtLoadMoEMethod, PackedMoEMethod)):
                 ours.add(name.removesuffix(".routed_experts").rpartition(".")[-1])
         return [suffix for suffix in supported(model) if suffix not in ours]
-
-    setattr(wrapped, _MARK, True)
-    model_manager.get_supported_lora_modules = wrapped

@@ -7,19 +7,18 @@ filled here directly.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_ext._wrapping import wrap_once
 from vllm_ext.quantization import compressed_tensors
 
 if TYPE_CHECKING:
     from vllm_ext.model_executor.moe_method import PackedMoEMethod
 
-_MARK = "_vllm_ext_wrapped"
 _LAYER = r"(?P<layer>(?:.+\.)?experts)"
 _ROLE = r"(?P<role>packed|scale|zero_point|shape)"
 _FUSED = re.compile(rf"{_LAYER}\.(?P<projection>gate_up_proj|down_proj|w13|w2)(?:[._]weight)?_{_ROLE}")
@@ -33,17 +32,10 @@ Named = tuple[str, torch.Tensor]
 
 def wrap_get_all_weights(default_loader: Any) -> None:
     """Let `DefaultModelLoader.get_all_weights` give packed experts in the names the model's loader takes."""
-    cls = default_loader.DefaultModelLoader
-    get_all_weights = cls.get_all_weights
-    if getattr(get_all_weights, _MARK, False):
-        return
 
-    @functools.wraps(get_all_weights)
-    def wrapped(self: Any, model_config: Any, model: torch.nn.Module) -> Iterator[Named]:
+    @wrap_once(default_loader.DefaultModelLoader, "get_all_weights")
+    def renamed(get_all_weights: Any, self: Any, model_config: Any, model: torch.nn.Module) -> Iterator[Named]:
         return known_names(get_all_weights(self, model_config, model), model)
-
-    setattr(wrapped, _MARK, True)
-    cls.get_all_weights = wrapped
 
 
 def known_names(weights: Iterable[Named], model: torch.nn.Module) -> Iterator[Named]:

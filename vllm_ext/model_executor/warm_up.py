@@ -7,30 +7,24 @@ them: a first sweep over powers alone left a request of 300 tokens to compile tw
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from typing import Any
 
 import torch
 
+from vllm_ext._wrapping import wrap_once
+
 logger = logging.getLogger("vllm.vllm_ext.quantization")
-_MARK = "_vllm_ext_wrapped"
 
 
 def hook_worker(gpu_worker: Any) -> None:
     """Have vLLM's worker compile our kernels where it compiles its own: after profiling, before capturing graphs."""
-    warm_up = gpu_worker.kernel_warmup
-    if getattr(warm_up, _MARK, False):
-        return
 
-    @functools.wraps(warm_up)
-    def wrapped(worker: Any, *args: Any, **kwargs: Any) -> None:
+    @wrap_once(gpu_worker, "kernel_warmup")
+    def with_experts(warm_up: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
         warm_up(worker, *args, **kwargs)
         warm_up_experts(worker.get_model(), largest_step(worker.vllm_config), captured_up_to(worker.vllm_config))
-
-    setattr(wrapped, _MARK, True)
-    gpu_worker.kernel_warmup = wrapped
 
 
 def largest_step(vllm_config: Any) -> int:
