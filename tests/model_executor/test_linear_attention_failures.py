@@ -217,3 +217,97 @@ def test_blocks_a_failed_request_began_to_fill_are_found_by_what_was_computed_be
     assert failures._holds_any(([3], [7]), written)
     assert not failures._holds_any(([3, 7], [0]), written), "block numbers of two groups are not the same block"
     assert failures._blocks_written(scheduler, "gone", 16) == []
+
+
+def test_what_a_request_had_computed_is_read_from_the_step_that_failed():
+    """The scheduler's own count has moved on by then."""
+    new = [types.SimpleNamespace(req_id="a", num_computed_tokens=64)]
+    cached = types.SimpleNamespace(req_ids=["b", "c"], num_computed_tokens=[16, 32])
+    step = types.SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached)
+    assert [failures._computed_before(step, name) for name in "abc?"] == [64, 16, 32, 0]
+
+
+class Request:
+    """What the hook asks of vLLM's: clients are the front ends of a server."""
+
+    def __init__(self, request_id, client):
+        self.request_id, self.client_index, self.trace_headers, self.finished = request_id, client, None, False
+
+    def is_finished(self):
+        return self.finished
+
+    def take_events(self):
+        return None
+
+
+class Scheduler:
+    """A vLLM-like scheduler of requests that hold blocks of one cache group, 16 tokens each."""
+
+    def __init__(self, blocks, clients):
+        self.running = [Request(name, clients[name]) for name in blocks]
+        self.requests = {request.request_id: request for request in self.running}
+        self.evicted, self.finished = set(), []
+        null = types.SimpleNamespace(block_id=0)
+        self.kv_cache_manager = types.SimpleNamespace(
+            block_pool=types.SimpleNamespace(null_block=null),
+            get_block_ids=lambda name: (blocks[name],),
+            evict_blocks=self.evicted.update,
+        )
+        group = types.SimpleNamespace(kv_cache_spec=types.SimpleNamespace(block_size=16))
+        self.kv_cache_config = types.SimpleNamespace(kv_cache_groups=[group])
+
+    def finish_requests(self, name, status):
+        self.finished.append((name, status.name))
+        self.requests[name].finished = True
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        return {0: types.SimpleNamespace(outputs=["of a request that goes on"])}
+
+
+def test_a_failed_request_ends_with_whoever_took_over_its_blocks_and_each_client_is_told():
+    """`a` failed in its second block; `b`, of another client, holds that block; `c` shares only the first."""
+    pytest.importorskip("vllm")
+    module = types.SimpleNamespace(
+        Scheduler=type("Scheduler", (Scheduler,), {"update_from_output": Scheduler.update_from_output}),
+        EngineCoreOutputs=lambda outputs: types.SimpleNamespace(outputs=outputs),
+    )
+    for _ in range(2):
+        failures.hook_scheduler(module)
+    blocks = {"a": [3, 4, 0], "b": [3, 4], "c": [3, 5], "gone": [6]}
+    scheduler = module.Scheduler(blocks, {"a": 0, "b": 1, "c": 0, "gone": 0})
+    scheduler.requests["gone"].finished = True
+    scheduler.running.pop()
+    new = [types.SimpleNamespace(req_id=name, num_computed_tokens=16) for name in blocks]
+    none = types.SimpleNamespace(req_ids=[], num_computed_tokens=[])
+    step = types.SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=none)
+    fine = types.SimpleNamespace()
+    assert scheduler.update_from_output(step, fine)[0].outputs == ["of a request that goes on"]
+    failed = types.SimpleNamespace(**{failures._ATTRIBUTE: {"a": "why", "gone": "aborted meanwhile"}})
+    outputs = scheduler.update_from_output(step, failed)
+    assert scheduler.evicted == {4}
+    assert scheduler.finished == [("a", "FINISHED_ERROR"), ("b", "FINISHED_ERROR")]
+    assert outputs[0].outputs[0] == "of a request that goes on"
+    (to_first,), (to_second,) = outputs[0].outputs[1:], outputs[1].outputs
+    assert (to_first.request_id, to_first.stop_reason) == ("a", "why")
+    assert to_second.request_id == "b"
+    assert to_second.stop_reason.startswith("it was about to continue from cached blocks")
+    assert to_second.stop_reason.endswith(": why")
+    assert {str(last.finish_reason) for last in (to_first, to_second)} == {"error"}
+
+
+@pytest.mark.parametrize(
+    ("serving", "last_stage", "device", "rows"),
+    [(True, True, "cuda", [0, 1]), (False, True, "cuda", None), (True, False, "cuda", None), (True, True, "npu", None)],
+)
+def test_rows_are_known_only_where_somebody_reads_the_output(serving, last_stage, device, rows, monkeypatch):
+    """Elsewhere a zero output would go on into an answer."""
+    forward_context = pytest.importorskip("vllm.forward_context")
+    from vllm import distributed, platforms
+
+    context = types.SimpleNamespace(attn_metadata={"layer": metadata([5, 6], 0)})
+    monkeypatch.setattr(forward_context, "is_forward_context_available", lambda: serving)
+    monkeypatch.setattr(forward_context, "get_forward_context", lambda: context)
+    monkeypatch.setattr(distributed, "get_pp_group", lambda: types.SimpleNamespace(is_last_rank=last_stage))
+    monkeypatch.setattr(platforms, "_current_platform", types.SimpleNamespace(device_type=device))
+    assert failures.rows_in_this_step("layer", 2) == rows
+    assert failures.rows_in_this_step("another layer", 2) is None
