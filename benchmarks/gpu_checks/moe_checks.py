@@ -26,13 +26,25 @@ from vllm_ext.quantization import QuantizedWeight
 
 # 16-bit inputs, weights and intermediates: two roundings of 2^-9 and one of the output land near 3e-3.
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1.5e-3}
-# The streaming kernels, asked for where a table would not.
+
+
+def _streamed(tokens: int, rows: int, warps: int, programs: int, split: bool = False) -> GemmConfig:
+    return GemmConfig(tokens, rows, warps, 12, programs=programs, split=split)
+
+
+def _wide(tokens: int, rows: int, warps: int, programs: int) -> GemmConfig:
+    return GemmConfig(tokens, rows, warps, 24, "operand", programs=programs)
+
+
+# The persistent kernels, asked for where a table would not.
 STREAMED = {
-    "few": LaunchConfig(GemmConfig(8, 64, 4, 12, programs=4), GemmConfig(16, 128, 8, 12, programs=2)),
-    "some": LaunchConfig(GemmConfig(32, 128, 8, 12, programs=2), GemmConfig(32, 64, 4, 12, programs=4)),
-    "shared": LaunchConfig(
-        GemmConfig(8, 64, 4, 12, programs=4, split=True), GemmConfig(8, 256, 8, 12, programs=2, split=True)
-    ),
+    "few": LaunchConfig(_streamed(8, 128, 4, 4), _streamed(16, 256, 8, 2)),
+    "some": LaunchConfig(_streamed(32, 128, 4, 3), _streamed(32, 256, 8, 1)),
+    "shared": LaunchConfig(_streamed(8, 64, 4, 4, True), _streamed(8, 256, 8, 2, True)),
+    "wide, few": LaunchConfig(_wide(16, 128, 4, 2), _wide(16, 256, 8, 2)),
+    "wide, some": LaunchConfig(_wide(32, 256, 8, 2), _wide(32, 128, 4, 3)),
+    "wide, more": LaunchConfig(_wide(64, 128, 4, 2), _wide(64, 256, 8, 1)),
+    "wide, many": LaunchConfig(_wide(128, 128, 8, 1), _wide(128, 256, 8, 1)),
 }
 ODD = Shape("odd sizes", 200, 88, 6, 3, 32, 8, "silu")
 
@@ -60,7 +72,7 @@ def cases(small: bool) -> list[Case]:
     if small:
         whole = Shape("whole tiles", 256, 192, 8, 2, 128, 64, "silu")
         made = [Case(tiny, 3), Case(tiny, 70, padding=True), Case(ODD, 17, None, bias=True), Case(tiny, 600)]
-        kinds = ((5, "few"), (5, "shared"), (40, "some"))
+        kinds = ((5, "few"), (5, "shared"), (40, "some"), (40, "wide, some"), (200, "wide, more"), (600, "wide, many"))
         return made + [Case(whole, m, streamed=kind) for m, kind in kinds]
     dg, qwen, qwen35 = (SHAPES[n] for n in ("DiffusionGemma", "Qwen3-30B-A3B", "Qwen3.5-35B-A3B"))
     made = [Case(dg, m) for m in (1, 8, 32, 64, 256, 1024, 4096)]
@@ -69,11 +81,11 @@ def cases(small: bool) -> list[Case]:
     made += [Case(tiny, 33, activation=a, bias=True) for a in ("silu", "gelu", "gelu_tanh", "relu2", "swigluoai")]
     made += [Case(ODD, m, zero, bias=True) for m in (5, 200) for zero in ("float", "int", None)]
     made += [Case(qwen, 64, weight_on_input=True), Case(qwen, 64, expert_map=True), Case(dg, 300, batch_invariant=True)]
-    kinds = ((64, "few"), (64, "shared"), (256, "some"))
+    kinds = ((64, "few"), (64, "shared"), (256, "some"), (256, "wide, some"), (600, "wide, more"), (1024, "wide, many"))
     made += [Case(dg, m, zero, streamed=kind) for m, kind in kinds for zero in ("int", None)]
-    kinds = ((32, "few"), (32, "shared"), (300, "some"))
+    kinds = ((32, "few"), (32, "shared"), (300, "some"), (64, "wide, few"), (300, "wide, some"), (4096, "wide, many"))
     made += [Case(dg, m, dtype=torch.float16, streamed=kind) for m, kind in kinds]
-    kinds = ((64, "few"), (64, "shared"), (256, "some"))
+    kinds = ((64, "few"), (64, "shared"), (256, "some"), (64, "wide, few"), (256, "wide, some"), (1024, "wide, more"))
     made += [Case(qwen, m, expert_map=True, streamed=kind) for m, kind in kinds]
     return [*made, Case(dg, 128, padding=True), Case(dg, 16, padding=True)]
 

@@ -65,7 +65,7 @@ def compile_down(capability: int, dtype: torch.dtype, scaling: str, block_tokens
     source = ASTSource(
         fn=down_kernel,
         signature=signature,
-        constexprs={places[name]: value for name, value in constants.items()},
+        constexprs={places[name]: value for name, value in constants.items() if name in places},
         attrs={places[name]: [["tt.divisibility", 16]] for name in pointers},
     )
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
@@ -101,6 +101,8 @@ def test_no_product_is_in_flight_when_its_operand_is_overwritten(scaling: str) -
 STREAMED = {
     "few": GemmConfig(8, 64, 4, 12, programs=4, split=True),
     "some": GemmConfig(32, 128, 8, 12, programs=2),
+    "wide, few": GemmConfig(8, 128, 8, 24, "operand", programs=2),
+    "wide, many": GemmConfig(128, 256, 8, 24, "operand", programs=1),
 }
 
 
@@ -109,7 +111,9 @@ def compile_streamed(gemm: GemmConfig, dtype: torch.dtype) -> Any:
     from triton.experimental.gluon import language as gl
 
     from vllm_ext.ops.moe.triton.stream_kernel import stream_kernel
+    from vllm_ext.ops.moe.triton.wide_kernel import wide_kernel
 
+    kernel = wide_kernel if stream.wide(gemm) else stream_kernel
     pointer, factor_dtype = TYPES[dtype]
     sizes = stream.Sizes(768, 2048, 128, 32, 32)
     form = code_form(dtype, True, gemm.scaling)
@@ -122,7 +126,7 @@ def compile_streamed(gemm: GemmConfig, dtype: torch.dtype) -> Any:
         "x_stride": "i32",
     }
     kinds |= dict.fromkeys(("x", "out"), pointer) | dict.fromkeys(("group_sums", "out_sums", "partials"), "*fp32")
-    kinds |= dict.fromkeys(("factors", "sorted_slots", "blocks", "flags"), "*i32")
+    kinds |= dict.fromkeys(("factors", "sorted_slots", "blocks", "flags"), "*i32") | {"codes": "*i16", "experts": "i32"}
     constants = {
         "GATE_UP": False,
         "TOP_K": 1,
@@ -132,12 +136,12 @@ def compile_streamed(gemm: GemmConfig, dtype: torch.dtype) -> Any:
         "EPILOGUE": (),
         "PRODUCER": stream.producer(gemm),
     }
-    places = {name: (place,) for place, name in enumerate(stream_kernel.arg_names)}
-    aligned = [name for name, kind in kinds.items() if kind.startswith("*") or name == "x_stride"]
+    places = {name: (place,) for place, name in enumerate(kernel.arg_names)}
+    aligned = [name for name, kind in kinds.items() if name in places and (kind[0] == "*" or name == "x_stride")]
     source = gluon_runtime.GluonASTSource(
-        fn=stream_kernel,
-        signature={name: kinds.get(name, "constexpr") for name in stream_kernel.arg_names},
-        constexprs={places[name]: value for name, value in constants.items()},
+        fn=kernel,
+        signature={name: kinds.get(name, "constexpr") for name in kernel.arg_names},
+        constexprs={places[name]: value for name, value in constants.items() if name in places},
         attrs={places[name]: [["tt.divisibility", 16]] for name in aligned},
     )
     options = {"num_warps": gemm.num_warps, "maxnreg": stream.registers(gemm)}

@@ -122,7 +122,11 @@ def test_every_way_to_launch_computes_the_layer(
 def test_padding_ids_give_zero_rows_and_leave_the_others_as_they_are(
     backend: ModuleType, poison: None, tokens: int, padded: str
 ) -> None:
-    """CUDA graphs and idle data-parallel ranks pad with -1: such a row is 0, and no other row's bits may change."""
+    """CUDA graphs and idle data-parallel ranks pad with -1: such a row is 0, and no other row may change.
+
+    To the bit on a GPU (`gpu_checks/moe_checks.py`). Here products are NumPy's, and where a column stands in a block
+    may decide how its BLAS adds: one rounding of FP16 is let pass.
+    """
     layer = make_layer(experts=4, hidden=64, intermediate=32, groups=(32, 32), tokens=tokens, dtype=torch.float16)
     full = run(backend, layer)
     ids = layer.ids.clone()
@@ -136,9 +140,10 @@ def test_padding_ids_give_zero_rows_and_leave_the_others_as_they_are(
     rows = (ids < 0).all(1)
     assert out[rows].count_nonzero() == 0
     whole = (ids >= 0).all(1)
-    assert torch.equal(out[whole], full[whole])
+    rounding = {"rtol": 2.0**-10, "atol": 2.0**-14}
+    torch.testing.assert_close(out[whole], full[whole], **rounding)
     if padded == "half":
-        assert torch.equal(run(backend, layer.rows(slice(0, None, 2))), out[0::2])
+        torch.testing.assert_close(run(backend, layer.rows(slice(0, None, 2))), out[0::2], **rounding)
     if padded == "one slot":
         assert_close("one slot", out, replace(layer, ids=ids).expected(), TOLERANCE[torch.float16])
 
@@ -179,7 +184,7 @@ def test_strided_activations_are_read_where_they_are(backend: ModuleType) -> Non
 
 
 @pytest.mark.parametrize("one_launch_slots", [0, 1 << 20])
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 3, 1), (7, 4, 2), (300, 9, 3)])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 3, 1), (7, 4, 2), (300, 9, 3), (701, 9, 3)])
 def test_slots_are_listed_by_expert_in_order(
     backend: ModuleType, poison: None, one_launch_slots: int, tokens: int, experts: int, top_k: int
 ) -> None:

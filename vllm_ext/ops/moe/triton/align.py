@@ -3,8 +3,8 @@
 A slot is one (token, k) pair of the routing, numbered m * top_k + k. Slots are listed expert by expert, in rising
 order within an expert, and every expert's list is cut into blocks, for each of the two GEMMs in its own block size.
 
-Few slots take one launch, in which every expert's program reads all ids. Many take three: count the ids of each chunk
-of slots, turn the counts into places, put the slots there.
+Few slots take one launch, in which one program cuts the blocks and every expert's lists its slots; all read all ids.
+Many take three: count the ids of each chunk of slots, turn the counts into places, put the slots there.
 """
 
 # Triton's functions take tensors and compile-time values of any kind.
@@ -20,7 +20,9 @@ import triton.language as tl
 from vllm_ext.ops.moe.triton.dequant import scale_activations
 from vllm_ext.ops.moe.triton.pdl import dependent_launch, wait_for_previous
 
-_ONE_LAUNCH_SLOTS = 4096
+_ONE_LAUNCH_SLOTS = 8192
+_MANY_WARPS = 16
+_TOKENS_A_PROGRAM = 4
 _CHUNK_SLOTS = 256
 _PLACE_SLOTS = 32
 _MAX_CHUNKS = 256
@@ -77,9 +79,28 @@ def _write_blocks(blocks, max_blocks, counts, first, count, BINS: tl.constexpr, 
 
 
 @triton.jit
-def _clear_flags(flags, num_flags, num_experts):
-    """Programs 0 to E - 1 clear the flags together."""
-    for base in range(tl.program_id(0) * 32, num_flags, num_experts * 32):
+def _write_all_blocks(blocks, max_blocks, counts, BINS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """The blocks of all experts, from one program; the unused ones cleared."""
+    needed = (counts + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    place = tl.cumsum(needed, 0) - needed
+    first = tl.cumsum(counts, 0) - counts
+    for i in range(tl.max(needed)):
+        ok = needed > i
+        entry = blocks + (place + i) * 4
+        tl.store(entry, tl.arange(0, BINS), mask=ok)
+        tl.store(entry + 1, first + i * BLOCK_TOKENS, mask=ok)
+        tl.store(entry + 2, tl.minimum(counts - i * BLOCK_TOKENS, BLOCK_TOKENS), mask=ok)
+    used = tl.sum(needed)
+    tl.store(blocks + 3, used)
+    for unused in range(used, max_blocks, 1024):
+        clear = unused + tl.arange(0, 1024)
+        tl.store(blocks + clear * 4 + 2, 0, mask=clear < max_blocks)
+
+
+@triton.jit
+def _clear_flags(flags, num_flags, expert, num_experts):
+    """The experts' programs clear the flags together."""
+    for base in range(expert * 32, num_flags, num_experts * 32):
         place = base + tl.arange(0, 32)
         tl.store(flags + place, 0, mask=place < num_flags)
 
@@ -91,23 +112,25 @@ def _load_experts(topk_ids, slot, num_slots, expert_map, num_experts, num_global
 
 
 @triton.jit
-def _prepare_token(x, scaled, group_sums, token, x_stride, p: tl.constexpr):
-    """One token's sums over runs of columns, and its activations as the first GEMM reads them.
+def _prepare_tokens(x, scaled, group_sums, first, num_tokens, x_stride, TOKENS: tl.constexpr, p: tl.constexpr):
+    """TOKENS tokens' sums over runs of columns, and their activations as the first GEMM reads them.
 
     `p` is (K, columns of a sum, sums, sums rounded up to a power of two, exponent, its step, plane width).
     """
-    token = token.to(tl.int64)
-    run = tl.arange(0, p[3])
+    row = tl.arange(0, TOKENS * p[3])
+    token = (first + row // p[3]).to(tl.int64)
+    run = row % p[3]
     k = run[:, None] * p[1] + tl.arange(0, p[1])[None, :]
-    value = tl.load(x + token * x_stride + k, mask=k < p[0], other=0.0).to(tl.float32)
-    tl.store(group_sums + token * p[2] + run, tl.sum(value, 1), mask=run < p[2])
+    ok = (token < num_tokens)[:, None] & (k < p[0])
+    value = tl.load(x + (token * x_stride)[:, None] + k, mask=ok, other=0.0).to(tl.float32)
+    tl.store(group_sums + token * p[2] + run, tl.sum(value, 1), mask=(token < num_tokens) & (run < p[2]))
     if p[4] != 0:
         value = scale_activations(value, k, p[4], p[5], p[6])
-        tl.store(scaled + token * p[0] + k, value.to(scaled.dtype.element_ty), mask=k < p[0])
+        tl.store(scaled + (token * p[0])[:, None] + k, value.to(scaled.dtype.element_ty), mask=ok)
 
 
 @triton.jit(
-    do_not_specialize=["num_slots", "max_blocks", "other_max_blocks", "num_flags"],
+    do_not_specialize=["num_slots", "max_blocks", "other_max_blocks", "num_flags", "num_tokens"],
     do_not_specialize_on_alignment=["topk_ids", "expert_map"],
 )
 def _align_kernel(
@@ -124,6 +147,7 @@ def _align_kernel(
     max_blocks,
     other_max_blocks,
     num_flags,
+    num_tokens,
     num_experts,
     num_global,
     x_stride,
@@ -133,31 +157,33 @@ def _align_kernel(
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
     TOKEN: tl.constexpr,
+    TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs 0 to E - 1 each list one expert's slots and blocks; the others each prepare one token."""
+    """The first program cuts the blocks, the next E each list an expert's slots, the others prepare TOKENS tokens."""
     wait_for_previous(PDL)
-    pid = tl.program_id(0)
+    pid = tl.program_id(0) - 1
     if pid >= num_experts:
-        _prepare_token(x, scaled, group_sums, pid - num_experts, x_stride, TOKEN)
+        first = (pid - num_experts) * TOKENS
+        _prepare_tokens(x, scaled, group_sums, first, num_tokens, x_stride, TOKENS, TOKEN)
     else:
-        _clear_flags(flags, num_flags, num_experts)
-        bins = tl.arange(0, BINS)
         slot = tl.arange(0, CHUNK)
         expert = _load_experts(topk_ids, slot, num_slots, expert_map, num_experts, num_global, HAS_MAP)
-        counts = tl.histogram(expert, BINS, mask=expert >= 0)
-        count = tl.sum(tl.where(bins == pid, counts, 0))
-        first = tl.sum(tl.where(bins < pid, counts, 0))
-        _write_blocks(blocks, max_blocks, counts, first, count, BINS, BLOCK_TOKENS)
-        if OTHER_BLOCK_TOKENS != BLOCK_TOKENS:
-            _write_blocks(other_blocks, other_max_blocks, counts, first, count, BINS, OTHER_BLOCK_TOKENS)
-        if count > 0:
+        # Alone in needing all counts: counting is what takes longest here.
+        if pid < 0:
+            counts = tl.histogram(expert, BINS, mask=expert >= 0)
+            _write_all_blocks(blocks, max_blocks, counts, BINS, BLOCK_TOKENS)
+            if OTHER_BLOCK_TOKENS != BLOCK_TOKENS:
+                _write_all_blocks(other_blocks, other_max_blocks, counts, BINS, OTHER_BLOCK_TOKENS)
+        else:
+            _clear_flags(flags, num_flags, pid, num_experts)
             mine = (expert == pid).to(tl.int32)
+            first = tl.sum(((expert >= 0) & (expert < pid)).to(tl.int32), 0)
             tl.store(sorted_slots + first + tl.cumsum(mine, 0) - 1, slot, mask=mine > 0)
 
 
 @triton.jit(
-    do_not_specialize=["num_slots", "num_chunks", "chunk_slots"],
+    do_not_specialize=["num_slots", "num_tokens", "num_chunks", "chunk_slots"],
     do_not_specialize_on_alignment=["topk_ids", "expert_map"],
 )
 def _count_kernel(
@@ -168,6 +194,7 @@ def _count_kernel(
     counts,
     group_sums,
     num_slots,
+    num_tokens,
     num_chunks,
     chunk_slots,
     num_experts,
@@ -183,7 +210,7 @@ def _count_kernel(
     wait_for_previous(PDL)
     pid = tl.program_id(0)
     if pid >= num_chunks:
-        _prepare_token(x, scaled, group_sums, pid - num_chunks, x_stride, TOKEN)
+        _prepare_tokens(x, scaled, group_sums, pid - num_chunks, num_tokens, x_stride, 1, TOKEN)
     else:
         total = tl.zeros([BINS], tl.int32)
         for base in range(pid * chunk_slots, pid * chunk_slots + chunk_slots, STEP):
@@ -214,7 +241,7 @@ def _offset_kernel(
     """One expert a program: offsets [chunks, BINS], the place of its first slot in each chunk; and its blocks."""
     wait_for_previous(PDL)
     pid = tl.program_id(0)
-    _clear_flags(flags, num_flags, num_experts)
+    _clear_flags(flags, num_flags, pid, num_experts)
     bins = tl.arange(0, BINS)
     totals = tl.zeros([BINS], tl.int32)
     for base in range(0, num_chunks, 64):
@@ -317,18 +344,20 @@ def align(
     launch = {"PDL": pdl, "launch_pdl": pdl}
     if num_slots <= one_launch_slots:
         chunk = triton.next_power_of_2(max(num_slots, 128))
-        _align_kernel[(num_experts + num_tokens,)](
+        warps = min(max(chunk // 128, 4), _MANY_WARPS)
+        together = _TOKENS_A_PROGRAM if warps == _MANY_WARPS else 1
+        _align_kernel[(1 + num_experts + triton.cdiv(num_tokens, together),)](
             topk_ids, id_map, x, scaled, sorted_slots, blocks, other, group_sums, flags, num_slots, *limits, num_flags,
-            num_experts, num_global, x.stride(0),
-            CHUNK=chunk, num_warps=min(max(chunk // 128, 4), 16), **ids, **tokens, **token, **launch,
+            num_tokens, num_experts, num_global, x.stride(0),
+            CHUNK=chunk, TOKENS=together, num_warps=warps, **ids, **tokens, **token, **launch,
         )  # fmt: skip
         return aligned
     chunk_slots = max(_CHUNK_SLOTS, triton.next_power_of_2(triton.cdiv(num_slots, _MAX_CHUNKS)))
     num_chunks = triton.cdiv(num_slots, chunk_slots)
     counts, offsets = torch.empty(2, num_chunks, ids["BINS"], dtype=torch.int32, device=x.device)
     _count_kernel[(num_chunks + num_tokens,)](
-        topk_ids, id_map, x, scaled, counts, group_sums, num_slots, num_chunks, chunk_slots, num_experts, num_global,
-        x.stride(0), STEP=_CHUNK_SLOTS, num_warps=4, **ids, **token, **launch,
+        topk_ids, id_map, x, scaled, counts, group_sums, num_slots, num_tokens, num_chunks, chunk_slots, num_experts,
+        num_global, x.stride(0), STEP=_CHUNK_SLOTS, num_warps=4, **ids, **token, **launch,
     )  # fmt: skip
     _offset_kernel[(num_experts,)](
         counts, offsets, blocks, other, flags, num_chunks, *limits, num_flags, num_experts,

@@ -28,19 +28,25 @@ def _combine_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_previous(PDL)
+    tl.static_assert(TOP_K < 64)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # The routing was there before the layer began: reading it need not wait for the second GEMM.
+    routed = token * 0
+    for k in tl.static_range(TOP_K):
+        slot = token * TOP_K + k
+        expert = local_expert(tl.load(topk_ids + slot), slot >= 0, expert_map, num_experts, num_global, HAS_MAP)
+        routed |= (expert >= 0).to(tl.int64) << k
+    wait_for_previous(PDL)
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP_K):
         slot = token * TOP_K + k
-        routed = local_expert(tl.load(topk_ids + slot), slot >= 0, expert_map, num_experts, num_global, HAS_MAP) >= 0
-        wanted = tl.where(routed, column, COLUMNS) < COLUMNS
+        wanted = tl.where((routed >> k) & 1 != 0, column, COLUMNS) < COLUMNS
         value = tl.load(slots + slot * COLUMNS + column, mask=wanted, other=0.0).to(tl.float32)
         if WEIGHTED:
             weight = tl.load(topk_weights + slot).to(tl.float32)
             # A slot that is not routed adds 0 whatever its weight holds.
-            value *= tl.where(routed, weight, 0.0)
+            value *= tl.where((routed >> k) & 1 != 0, weight, 0.0)
         total += value
     tl.store(out + token * COLUMNS + column, total.to(out.dtype.element_ty), mask=column < COLUMNS)
 

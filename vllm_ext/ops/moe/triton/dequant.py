@@ -24,6 +24,11 @@ and.b32 $2, high, 0x000F000F;
 and.b32 $3, high, 0x00F000F0;
 }
 """)
+# Two of the planes alone, the lower or the upper.
+_BF16_EXPAND_LOW = tl.constexpr("and.b32 $0, $2, 0x000F000F; and.b32 $1, $2, 0x00F000F0;")
+_BF16_EXPAND_HIGH = tl.constexpr(
+    "{ .reg .b32 high; shr.u32 high, $2, 8; and.b32 $0, high, 0x000F000F; and.b32 $1, high, 0x00F000F0; }"
+)
 _BF16_UNIT = 133
 _BF16_SCALE_EXPONENT = 100
 # FP16 has no such range. There the bits 0x6400 | q are exactly 1024 + q: one lop3 after a shift.
@@ -39,9 +44,29 @@ lop3.b32 $2, b, 0x000F000F, 0x64006400, 0xEA;
 lop3.b32 $3, c, 0x000F000F, 0x64006400, 0xEA;
 }
 """)
-_FP16_OFFSET = 1024
+_FP16_EXPAND_LOW = tl.constexpr("""
+{
+.reg .b32 a;
+shr.u32 a, $2, 4;
+lop3.b32 $0, $2, 0x000F000F, 0x64006400, 0xEA;
+lop3.b32 $1, a, 0x000F000F, 0x64006400, 0xEA;
+}
+""")
+_FP16_EXPAND_HIGH = tl.constexpr("""
+{
+.reg .b32 a, b;
+shr.u32 a, $2, 8;
+shr.u32 b, $2, 12;
+lop3.b32 $0, a, 0x000F000F, 0x64006400, 0xEA;
+lop3.b32 $1, b, 0x000F000F, 0x64006400, 0xEA;
+}
+""")
+_FP16_OFFSET = tl.constexpr(1024)
 _BF16_FMA = tl.constexpr("fma.rn.bf16x2 $0, $1, $2, $3;")
-_FP16_ADD_MULTIPLY = tl.constexpr("add.rn.f16x2 $0, $1, $2; mul.rn.f16x2 $0, $0, $3;")
+# 0xE408 is -(1024 + 8): what the codes are offset by, and their middle.
+_FP16_ADD_MULTIPLY = tl.constexpr(
+    "{ .reg .b32 middle; mov.b32 middle, 0xE408E408; add.rn.f16x2 $0, $1, middle; mul.rn.f16x2 $0, $0, $2; }"
+)
 # The middle of the codes, taken away where scales multiply codes.
 CENTER = tl.constexpr(8.0)
 
@@ -68,7 +93,7 @@ def code_form(dtype: torch.dtype, asm: bool, scaling: str) -> CodeForm:
             return CodeForm(0, _BF16_UNIT, 70, 0, 4)
         return CodeForm(0, _BF16_UNIT, _BF16_UNIT - _BF16_SCALE_EXPONENT, _BF16_SCALE_EXPONENT, 4)
     if asm and dtype == torch.float16:
-        return CodeForm(_FP16_OFFSET, 0, 0, 0, 0)
+        return CodeForm(_FP16_OFFSET.value, 0, 0, 0, 0)
     return CodeForm(0, 0, 0, 0, 0)
 
 
@@ -92,6 +117,18 @@ def expand(words, dtype: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def expand_pair(words, HIGH: tl.constexpr, dtype: tl.constexpr):
+    """The lower or the upper two of `expand`'s planes, with the assembly."""
+    if dtype == tl.bfloat16:
+        bf16: tl.constexpr = _BF16_EXPAND_HIGH if HIGH else _BF16_EXPAND_LOW
+        p0, p1 = tl.inline_asm_elementwise(bf16, "=r,=r,r", [words], (tl.bfloat16, tl.bfloat16), True, 2)
+    else:
+        fp16: tl.constexpr = _FP16_EXPAND_HIGH if HIGH else _FP16_EXPAND_LOW
+        p0, p1 = tl.inline_asm_elementwise(fp16, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
+    return p0, p1
+
+
+@triton.jit
 def scale_codes(
     plane, scale, TIMES: tl.constexpr, OFFSET: tl.constexpr, SCALE_EXPONENT: tl.constexpr, ASM: tl.constexpr
 ):
@@ -109,8 +146,8 @@ def scale_codes(
         out = tl.inline_asm_elementwise(_BF16_FMA, "=r,r,r,r", [plane, factor, middle], tl.bfloat16, True, 2)
     elif ASM and plane.dtype == tl.float16:
         factor = tl.broadcast_to(scale.to(plane.dtype), plane.shape)
-        middle = tl.full(plane.shape, -OFFSET - CENTER, tl.float16)
-        out = tl.inline_asm_elementwise(_FP16_ADD_MULTIPLY, "=r,r,r,r", [plane, middle, factor], tl.float16, True, 2)
+        tl.static_assert(OFFSET == _FP16_OFFSET)
+        out = tl.inline_asm_elementwise(_FP16_ADD_MULTIPLY, "=r,r,r", [plane, factor], tl.float16, True, 2)
     else:
         out = (plane - CENTER) * scale
     return out

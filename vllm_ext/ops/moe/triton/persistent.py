@@ -20,6 +20,12 @@ load_rows = (
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
+@gluon.constexpr_function
+def dtype_of(name):
+    """The dtype that goes by Triton's `name`."""
+    return gl.bfloat16 if name == "bf16" else gl.float16 if name == "fp16" else gl.float32
+
+
 @gluon.jit
 def load_block(blocks, block, limit):
     """(expert, first place, slots) of a block; block 0 in the place of one past the end."""
@@ -45,6 +51,31 @@ def copy_weights(words, factors, bar, words_buffer, factors_buffer, expert, row,
     load_tile(words, [(expert * (p[0] // TILE) + tile) * p[1] + row, 0], bar, words_buffer)
     group = expert * (p[0] // p[2]) + tile * TILE // p[2]
     load_tile(factors, [group * p[1] + row], bar, factors_buffer)
+
+
+@gluon.jit
+def ask_ahead(codes, factors, expert, row, tile, count, p: gl.constexpr):
+    """Have `count` K tiles of BLOCK_ROWS rows brought into L2, from `tile` on: a hint that nothing waits for."""
+    TILE: gl.constexpr = 4 * p[3]
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    i = gl.arange(0, 32 * gl.num_warps(), layout=line)
+    k = tile + gl.where(i < count, i, 0)
+    experts = expert.to(gl.int64)
+    _prefetch(codes + ((experts * (p[0] // TILE) + k) * p[1] + row) * p[3], p[5] * p[3] * 2, i < count)
+    _prefetch(factors + (experts * (p[0] // p[2]) + k * TILE // p[2]) * p[1] + row, p[5] * 4, i < count)
+
+
+@gluon.jit
+def _prefetch(address, size, ok):
+    """Have `size` bytes (a multiple of 16) brought into L2, where `ok`."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r,r",
+        [address.to(gl.int64), size + gl.zeros_like(ok.to(gl.int32)), ok.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit

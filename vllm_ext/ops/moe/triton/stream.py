@@ -1,4 +1,4 @@
-"""Launching the streaming GEMMs (`stream_kernel.py`): which calls they serve, and with what.
+"""Launching the persistent GEMMs (`stream_kernel.py`, `wide_kernel.py`): which calls they serve, and with what.
 
 A configuration asks for them with `programs`, the persistent programs of a multiprocessor. They serve gated experts
 without biases on compute capability 9.0, in sizes that whole tiles cover; everything else is served by `gemm.py`.
@@ -22,6 +22,15 @@ _REGISTERS = 1 << 16
 _SHARED_MEMORY = 227 << 10
 _PRODUCER_WARPS = 4  # registers are given out to four
 _PRODUCER_REGISTERS = 40
+_HALF = 128  # rows of one product of `wide_kernel.py`
+_MANY_TOKENS = 64
+_GUESS_FROM = 2  # slots an expert on average
+_SHORT = {16: 8, 32: 16, 64: 16, 128: 32}
+
+
+def wide(gemm: GemmConfig) -> bool:
+    """Whether a configuration asks for `wide_kernel.py`."""
+    return gemm.programs > 0 and gemm.scaling == "operand"
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,11 @@ class Sizes:
     def covered(self, gemm: GemmConfig) -> bool:
         """Whether whole tiles cover the weight, each within a group."""
         tile = 4 * self.plane
-        return self.columns % tile == 0 and self.group % tile == 0 and self.rows % gemm.block_rows == 0
+        whole = self.columns % tile == 0 and self.group % tile == 0
+        if wide(gemm):
+            halves = gemm.block_rows // _HALF
+            return whole and self.rows % _HALF == 0 and halves in (1, 2)
+        return whole and self.rows % gemm.block_rows == 0
 
 
 @functools.lru_cache(maxsize=16)
@@ -58,7 +71,7 @@ def usable(device: torch.device) -> bool:
     if torch.cuda.get_device_capability(device) != CAPABILITY:
         return False
     try:
-        import vllm_ext.ops.moe.triton.stream_kernel  # noqa: F401
+        import vllm_ext.ops.moe.triton.wide_kernel  # noqa: F401
     except ImportError:
         return False
     return True
@@ -72,15 +85,35 @@ def registers(gemm: GemmConfig) -> int:
 
 def producer(gemm: GemmConfig) -> tuple[int, int]:
     """The producer's warps, one for every 16 rows of activations, and the registers of a thread."""
+    if gemm.block_tokens >= _MANY_TOKENS:
+        return _PRODUCER_WARPS, 48 if gemm.block_tokens == _MANY_TOKENS else 64
     return max(1, gemm.block_tokens // 16), _PRODUCER_REGISTERS
+
+
+def short_tokens(gemm: GemmConfig) -> int:
+    """Slots of the shorter product, for blocks that hold no more; as many as a block's when there is none."""
+    crowded = wide(gemm) and gemm.programs > 1 and gemm.num_warps > 4 and gemm.block_rows * gemm.block_tokens > 4096
+    if gemm.split or crowded:
+        return gemm.block_tokens
+    return _SHORT.get(gemm.block_tokens, gemm.block_tokens)
+
+
+def product_rows(gemm: GemmConfig) -> int:
+    """Rows of one product: half of the block's wherever that leaves each warp its 16."""
+    half = gemm.block_rows // 2
+    fits = gemm.block_tokens <= 16 or gemm.programs == 1 or gemm.num_warps == 4
+    return half if half >= 16 * gemm.num_warps and fits else gemm.block_rows
 
 
 def stages(gemm: GemmConfig, sizes: Sizes) -> int:
     """Tiles in the ring: what the configuration asks for, or as many as shared memory holds."""
     tile = 4 * sizes.plane
     stage = gemm.block_rows * (tile // 2 + 4) + gemm.block_tokens * tile * 2 + 16
-    stage += gemm.block_tokens * tile // sizes.sum_width * 4
     rest = gemm.block_rows * gemm.block_tokens + 1024
+    if wide(gemm):
+        rest = 6144 + -(-sizes.columns // sizes.sum_width // 16) * gemm.block_tokens * 64
+    else:
+        stage += gemm.block_tokens * tile // sizes.sum_width * 4
     return max(1, min(gemm.num_stages, (_SHARED_MEMORY // gemm.programs - 1024 - rest) // stage))
 
 
@@ -105,7 +138,14 @@ def kernel_shape(
     # Names: vLLM watches what is compiled while it serves by a hook for which Triton writes the arguments as JSON.
     operand = "bf16" if dtype == torch.bfloat16 else "fp16"
     exponent = form.unit - form.activation_exponent
-    return (*tile, stages(gemm, sizes), operand, factor_dtype.name, form.offset, exponent, sums_stride)
+    shape = (*tile, stages(gemm, sizes), operand, factor_dtype.name, form.offset, exponent, sums_stride)
+    return (*shape, form.scale_exponent, 2**form.plane_step, short_tokens(gemm), product_rows(gemm))
+
+
+def guessed_experts(words: torch.Tensor, sorted_slots: torch.Tensor) -> int:
+    """Experts, where so many slots leave few of them without any that the first blocks can be guessed; else 0."""
+    experts = words.shape[0]
+    return experts if sorted_slots.shape[0] >= _GUESS_FROM * experts else 0
 
 
 def launch(
@@ -129,21 +169,27 @@ def launch(
     epilogue: tuple[int, ...] = (),
 ) -> None:
     """Run one GEMM: gate and up with `out_sums` given, else down. `epilogue` is explained in `stream_kernel`."""
-    from vllm_ext.ops.moe.triton.stream_kernel import stream_kernel
-
+    kernel: Any
+    if wide(gemm):
+        from vllm_ext.ops.moe.triton.wide_kernel import wide_kernel as kernel
+    else:
+        from vllm_ext.ops.moe.triton.stream_kernel import stream_kernel as kernel
     if not sizes.covered(gemm):
         raise ValueError(f"stream.launch: {sizes} is not covered by whole tiles of {gemm.block_rows} rows")
     tiles, factor_tiles = _descriptors(words, factors, gemm.block_rows)
     programs = _multiprocessors(x.device) * gemm.programs
-    partials = group_sums
+    extra: tuple[torch.Tensor, ...] = (group_sums, flags)
     if gemm.split:
-        partials = torch.empty(programs, gemm.block_rows * gemm.block_tokens, dtype=torch.float32, device=x.device)
+        size = gemm.block_rows * gemm.block_tokens
+        extra = (torch.empty(programs, size, dtype=torch.float32, device=x.device), flags)
     else:
-        programs = min(programs, blocks.shape[0] * (sizes.rows // gemm.block_rows))
-    stream_kernel[(programs,)](
+        programs = min(programs, blocks.shape[0] * -(-sizes.rows // gemm.block_rows))
+    kernel[(programs,)](
         tiles,
         factor_tiles,
+        words,
         factors,
+        guessed_experts(words, sorted_slots) if out_sums is not None else 0,
         x,
         x.stride(0),
         group_sums,
@@ -151,18 +197,17 @@ def launch(
         blocks,
         out,
         out_sums if out_sums is not None else group_sums,
-        partials,
-        flags,
+        *(() if wide(gemm) else extra),
         alpha,
         limit,
         GATE_UP=out_sums is not None,
         TOP_K=top_k,
         ACTIVATION=activation,
-        SPLIT=gemm.split,
         SHAPE=kernel_shape(gemm, sizes, x.dtype, factor_dtype, form, group_sums.shape[1]),
         EPILOGUE=epilogue,
         PRODUCER=producer(gemm),
         num_warps=gemm.num_warps,
         maxnreg=registers(gemm),
         launch_pdl=True,
+        **({} if wide(gemm) else {"SPLIT": gemm.split}),
     )

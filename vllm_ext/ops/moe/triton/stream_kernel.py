@@ -16,15 +16,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from vllm_ext.ops.moe.triton.dequant import expand, unpack_factors
+from vllm_ext.ops.moe.triton.dequant import expand, expand_pair, unpack_factors
 from vllm_ext.ops.moe.triton.persistent import (
-    barrier,
+    ask_ahead,
     copy_weights,
     copy_x,
+    dtype_of,
     load_block,
     load_first_block,
     load_rows,
@@ -33,37 +35,16 @@ from vllm_ext.ops.moe.triton.persistent import (
     store_down,
     store_gate_up,
 )
-
-
-@gluon.constexpr_function
-def dtype_of(name):
-    """The dtype that goes by Triton's `name`."""
-    return gl.bfloat16 if name == "bf16" else gl.float16 if name == "fp16" else gl.float32
-
-
-@gluon.jit
-def _share(units, rank, TILES: gl.constexpr, SPLIT: gl.constexpr):
-    """K tiles [first, last) of the program of this rank, all pieces of work in a row, and tiles to skip after a piece.
-
-    SPLIT gives every program as many tiles, one more or less; else programs take whole pieces in turn.
-    """
-    programs = gl.num_programs(0)
-    first = rank * TILES
-    last = units * TILES
-    skip = (programs - 1) * TILES
-    if SPLIT:
-        least = last // programs
-        more = last % programs
-        first = rank * least + gl.minimum(rank, more)
-        last = first + least + gl.where(rank < more, 1, 0)
-        skip = 0
-    return first, last, skip
+from vllm_ext.ops.moe.triton.share import hand_over, share, take_over
 
 
 @gluon.jit
 def _produce(
     words,
     factors,
+    codes,
+    all_factors,
+    experts,
     x,
     x_stride,
     group_sums,
@@ -93,11 +74,19 @@ def _produce(
     RUNS: gl.constexpr = TILE // p[4]
     line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     t = gl.arange(0, TOKENS, layout=line)
+    rank = gl.num_programs(0) - 1 - gl.program_id(0)
     if GATHER:
+        # While slots are listed: with a block an expert, and that is about what comes, this would be the first piece.
+        if experts > 0:
+            tile, last, _ = share(experts * ROW_TILES, rank, TILES, SPLIT)
+            unit = tile // TILES
+            count = gl.minimum(TILES - tile % TILES, STAGES)
+            expert = gl.minimum(unit // ROW_TILES, experts - 1)
+            ask_ahead(codes, all_factors, expert, unit % ROW_TILES * BLOCK_ROWS, tile % TILES, count, p)
         gdc_wait()
         gdc_launch_dependents()
     limit = gl.load(blocks + 3, cache_modifier=".cg")
-    tile, last, skip = _share(limit * ROW_TILES, gl.num_programs(0) - 1 - gl.program_id(0), TILES, SPLIT)
+    tile, last, skip = share(limit * ROW_TILES, rank, TILES, SPLIT)
     expert, first, count = load_first_block(blocks, tile // TILES // ROW_TILES, limit, SPLIT)
     early = 0
     if not GATHER:
@@ -141,51 +130,124 @@ def _produce(
 
 
 @gluon.jit
-def _multiply(words_buffer, x_buffer, zero, operand: gl.constexpr, DTYPE: gl.constexpr):
-    """The product of a tile's codes with the activations, under way; and its left operand, to be kept until it ends."""
-    word = words_buffer.load(operand)
-    w0, w1, w2, w3 = expand(word, DTYPE, True)
+def _begin(words, x_tile, nothing, operand: gl.constexpr, DTYPE: gl.constexpr):
+    """The product of codes with the activations, under way; and its left operand, to be kept until it ends."""
+    w0, w1, w2, w3 = expand(words, DTYPE, True)
     w = side_by_side(w0, w1, w2, w3, operand)
-    return warpgroup_mma(w, x_buffer.permute((1, 0)), zero, use_acc=False, is_async=True), w
+    return warpgroup_mma(w, x_tile.permute((1, 0)), nothing, use_acc=False, is_async=True), w
 
 
 @gluon.jit
-def _hand_over(acc, partials, flags, rank):
-    """Leave the sum of a piece's later tiles to the program that began the piece, the next rank below."""
-    gl.store(_partial(partials, rank, acc), acc)
-    barrier()
-    gl.inline_asm_elementwise(
-        "st.release.gpu.global.s32 [$1], 1; mov.b32 $0, 0;",
-        "=r,l",
-        [flags + rank],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def _begin_pair(words, x_tile, product, HIGH: gl.constexpr, operand: gl.constexpr, DTYPE: gl.constexpr):
+    """The same for a tile's lower or upper two planes, of which the upper ones are added to `product`."""
+    w0, w1 = expand_pair(words, HIGH, DTYPE)
+    joined = gl.join(w0, w1).permute(0, 2, 1).reshape(words.shape[0], 2 * words.shape[1])
+    w = gl.convert_layout(joined, operand, assert_trivial=True)
+    COLUMNS: gl.constexpr = 2 * words.shape[1]
+    x_pair = x_tile.slice(COLUMNS if HIGH else 0, COLUMNS, dim=1).permute((1, 0))
+    return warpgroup_mma(w, x_pair, product, use_acc=HIGH, is_async=True), w
 
 
 @gluon.jit
-def _take_over(acc, partials, flags, rank):
-    """acc and what the program of this rank left. It runs already: programs start in falling order of ranks."""
-    came = 0
-    while came == 0:
-        came = gl.inline_asm_elementwise(
-            "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [flags + rank], dtype=gl.int32, is_pure=False, pack=1
-        )
-    acc += gl.load(_partial(partials, rank, acc), cache_modifier=".cg")
-    # Every thread has seen the flag; leave it as it was found.
-    barrier()
-    gl.store(flags + rank, 0)
-    return acc
+def _halves(words, x_tile, nothing, ROWS: gl.constexpr, operand: gl.constexpr, DTYPE: gl.constexpr):
+    """The products of both halves of a tile's rows, the last two under way, and the operands they read.
+
+    Codes are expanded while the tensor core multiplies others; no more than two operands' registers are held.
+    """
+    word, word_1 = words.slice(0, ROWS).load(operand), words.slice(ROWS, ROWS).load(operand)
+    if words.shape[1] == 32:
+        low, w = _begin_pair(word, x_tile, nothing, False, operand, DTYPE)
+        high, w_1 = _begin_pair(word_1, x_tile, nothing, False, operand, DTYPE)
+        low, w = warpgroup_mma_wait(1, deps=[low, w])
+        low, w = _begin_pair(word, x_tile, warpgroup_mma_init(low), True, operand, DTYPE)
+        high, w_1 = warpgroup_mma_wait(1, deps=[high, w_1])
+        high, w_1 = _begin_pair(word_1, x_tile, warpgroup_mma_init(high), True, operand, DTYPE)
+    else:
+        low, w = _begin(word, x_tile, nothing, operand, DTYPE)
+        high, w_1 = _begin(word_1, x_tile, nothing, operand, DTYPE)
+    return low, w, high, w_1
 
 
 @gluon.jit
-def _partial(partials, rank, acc):
-    """Where a program leaves its sum."""
-    layout: gl.constexpr = acc.type.layout
-    row = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))
-    t = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
-    return partials + rank * (acc.shape[0] * acc.shape[1]) + (row * acc.shape[1])[:, None] + t[None, :]
+def _scaled(product, factors, total, p: gl.constexpr):
+    """A tile's product less the zero points' term, scaled; still to be multiplied by 2^exponent."""
+    scale, zero = unpack_factors(factors, dtype_of(p[9]))
+    zero = (zero + p[10]) * 2.0 ** -p[11]
+    return (product - zero[:, None] * total[None, :]) * scale[:, None]
+
+
+@gluon.jit
+def _add_tiles(
+    words_ring,
+    factors_ring,
+    x_ring,
+    sums_ring,
+    full,
+    empty,
+    tiles,
+    stage,
+    phase,
+    N: gl.constexpr,
+    ROWS: gl.constexpr,
+    p: gl.constexpr,
+):
+    """The sums of a piece's next `tiles` K tiles for its first N slots; then the ring's next stage and its phase.
+
+    With ROWS half of the block's rows there are two sums: one half's codes are expanded while the tensor core
+    multiplies the other's. Else the second is the first.
+    """
+    STAGES: gl.constexpr = p[7]
+    RUNS: gl.constexpr = 4 * p[3] // p[4]
+    accumulator: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, N, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, accumulator, 2)
+    by_row: gl.constexpr = gl.SliceLayout(1, accumulator)
+    nothing = gl.full([ROWS, N], 0, gl.float32, accumulator)
+    acc, other = nothing, nothing
+    for _ in range(tiles):
+        mbarrier.wait(full.index(stage), phase)
+        words, factors, x_tile = words_ring.index(stage), factors_ring.index(stage), x_ring.index(stage).slice(0, N)
+        if p[5] > ROWS:
+            product, w, high, w_1 = _halves(words, x_tile, nothing, ROWS, operand, dtype_of(p[8]))
+        else:
+            product, w = _begin(words.load(operand), x_tile, nothing, operand, dtype_of(p[8]))
+        word = factors.slice(0, ROWS).load(by_row)
+        total = sums_ring.index(stage * RUNS).slice(0, N).load(gl.SliceLayout(0, accumulator))
+        for r in gl.static_range(1, RUNS):
+            total += sums_ring.index(stage * RUNS + r).slice(0, N).load(gl.SliceLayout(0, accumulator))
+        if p[5] > ROWS:
+            word_1 = factors.slice(ROWS, ROWS).load(by_row)
+            product, w = warpgroup_mma_wait(1, deps=[product, w])
+            acc += _scaled(product, word, total, p)
+            high, w_1 = warpgroup_mma_wait(0, deps=[high, w_1])
+            mbarrier.arrive(empty.index(stage), count=1)
+            other += _scaled(high, word_1, total, p)
+        else:
+            product, w = warpgroup_mma_wait(0, deps=[product, w])
+            mbarrier.arrive(empty.index(stage), count=1)
+            acc += _scaled(product, word, total, p)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    return acc, other, stage, phase
+
+
+@gluon.jit
+def _finish(
+    acc, other, sorted_slots, out, out_sums, alpha, limit, first, count, row, GATE_UP: gl.constexpr,
+    ACTIVATION: gl.constexpr, p: gl.constexpr, e: gl.constexpr,
+):  # fmt: skip
+    """Store a piece's rows from `row` on: activated, or by slot."""
+    ROWS: gl.constexpr = acc.shape[0]
+    if GATE_UP:
+        store_gate_up(acc * 2.0 ** p[11], out, out_sums, first, count, row // 2, alpha, limit, ACTIVATION, e)
+        if p[5] > ROWS:
+            row += ROWS
+            store_gate_up(other * 2.0 ** p[11], out, out_sums, first, count, row // 2, alpha, limit, ACTIVATION, e)
+    else:
+        store_down(acc * 2.0 ** p[11], out, sorted_slots, first, count, row, p[1])
+        if p[5] > ROWS:
+            store_down(other * 2.0 ** p[11], out, sorted_slots, first, count, row + ROWS, p[1])
 
 
 @gluon.jit
@@ -210,76 +272,62 @@ def _consume(
     p: gl.constexpr,
     e: gl.constexpr,
 ):
-    """Multiply tile after tile, and finish each piece of work."""
-    ROWS: gl.constexpr = p[1]
-    BLOCK_ROWS: gl.constexpr = p[5]
+    """Multiply tile after tile, and finish each piece of work; one with few of a block's slots is a shorter product."""
     TOKENS: gl.constexpr = p[6]
-    STAGES: gl.constexpr = p[7]
-    TILE: gl.constexpr = 4 * p[3]
-    RUNS: gl.constexpr = TILE // p[4]
-    ROW_TILES: gl.constexpr = ROWS // BLOCK_ROWS
-    TILES: gl.constexpr = p[0] // TILE
-    EXPONENT: gl.constexpr = p[11]
-    accumulator: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, accumulator, 2)
+    SHORT: gl.constexpr = p[15]
+    HALF: gl.constexpr = p[16]
+    ROW_TILES: gl.constexpr = p[1] // p[5]
+    TILES: gl.constexpr = p[0] // (4 * p[3])
     gdc_wait()
     gdc_launch_dependents()
     used = gl.load(blocks + 3)
     rank = gl.num_programs(0) - 1 - gl.program_id(0)
-    tile, last, skip = _share(used * ROW_TILES, rank, TILES, SPLIT)
-    nothing = gl.full([BLOCK_ROWS, TOKENS], 0, gl.float32, accumulator)
+    tile, last, skip = share(used * ROW_TILES, rank, TILES, SPLIT)
     stage = 0
     phase = 0
     _, first, count = load_first_block(blocks, tile // TILES // ROW_TILES, used, SPLIT)
     while tile < last:
-        row_tile = tile // TILES % ROW_TILES
+        row = tile // TILES % ROW_TILES * p[5]
         own_first, own_count = first, count
         start = tile % TILES
         end = gl.minimum(TILES, start + last - tile)
         tile += end - start + skip
         _, first, count = load_block(blocks, tile // TILES // ROW_TILES, used)
-        acc = nothing
-        for _ in range(start, end):
-            mbarrier.wait(full.index(stage), phase)
-            word = factors_ring.index(stage).load(gl.SliceLayout(1, accumulator))
-            total = sums_ring.index(stage * RUNS).load(gl.SliceLayout(0, accumulator))
-            for r in gl.static_range(1, RUNS):
-                total += sums_ring.index(stage * RUNS + r).load(gl.SliceLayout(0, accumulator))
-            product, w = _multiply(words_ring.index(stage), x_ring.index(stage), nothing, operand, dtype_of(p[8]))
-            scale, zero = unpack_factors(word, dtype_of(p[9]))
-            # The product is still to be multiplied by 2^EXPONENT.
-            zero = (zero + p[10]) * 2.0**-EXPONENT
-            product, w = warpgroup_mma_wait(0, deps=[product, w])
-            mbarrier.arrive(empty.index(stage), count=1)
-            acc += (product - zero[:, None] * total[None, :]) * scale[:, None]
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
-        if start > 0:
-            _hand_over(acc, partials, flags, rank)
+        if SHORT < TOKENS and own_count <= SHORT:
+            few, few_1, stage, phase = _add_tiles(
+                words_ring, factors_ring, x_ring, sums_ring, full, empty, TILES, stage, phase, SHORT, HALF, p
+            )
+            _finish(
+                few, few_1, sorted_slots, out, out_sums, alpha, limit, own_first, own_count, row, GATE_UP, ACTIVATION,
+                p, e,
+            )  # fmt: skip
         else:
-            if SPLIT:
-                other = rank
-                while end < TILES:
-                    other += 1
-                    acc = _take_over(acc, partials, flags, other)
-                    other_first, other_last, _ = _share(used * ROW_TILES, other, TILES, SPLIT)
-                    end += other_last - other_first
-            acc *= 2.0**EXPONENT
-            if GATE_UP:
-                store_gate_up(
-                    acc, out, out_sums, own_first, own_count, row_tile * (BLOCK_ROWS // 2), alpha, limit, ACTIVATION, e
-                )  # fmt: skip
+            acc, other, stage, phase = _add_tiles(
+                words_ring, factors_ring, x_ring, sums_ring, full, empty, end - start, stage, phase, TOKENS, HALF, p
+            )
+            if start > 0:
+                hand_over(acc, other, partials, flags, rank, p)
             else:
-                store_down(acc, out, sorted_slots, own_first, own_count, row_tile * BLOCK_ROWS, ROWS)
+                if SPLIT:
+                    giver = rank
+                    while end < TILES:
+                        giver += 1
+                        acc, other = take_over(acc, other, partials, flags, giver, p)
+                        giver_first, giver_last, _ = share(used * ROW_TILES, giver, TILES, SPLIT)
+                        end += giver_last - giver_first
+                _finish(
+                    acc, other, sorted_slots, out, out_sums, alpha, limit, own_first, own_count, row, GATE_UP,
+                    ACTIVATION, p, e,
+                )  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["experts"])
 def stream_kernel(
     words,
     factors_tiles,
+    codes,
     factors,
+    experts,
     x,
     x_stride,
     group_sums,
@@ -302,10 +350,11 @@ def stream_kernel(
     """One of the two GEMMs; programs take pieces of work (a block of slots, BLOCK_ROWS rows) in turn.
 
     SHAPE is (K, rows, group size, plane width, columns of one sum, BLOCK_ROWS, BLOCK_TOKENS, stages, the names of the
-    dtypes of operands and factors, codes' offset, exponent of the result, row stride of the sums); EPILOGUE, of gate
-    and up, (row stride of out, columns of one sum of it, sums, exponent, its step, plane width); PRODUCER the
-    producer's (warps, registers). SPLIT is explained at `_share`; it leaves sums in `partials` and needs `flags` at
-    zero, one a program.
+    dtypes of operands and factors, codes' offset, exponent of the result, row stride of the sums, exponent of the
+    scales, what odd planes count, slots of the shorter product, rows of one product); EPILOGUE, of gate and up, (row
+    stride of out, columns of one sum of it, sums, exponent, its step, plane width); PRODUCER the producer's (warps,
+    registers). `experts` is 0 where the first pieces are not to be guessed. SPLIT is explained at `share`; it leaves
+    sums in `partials` and needs `flags` at zero, one a program.
     """
     PLANE: gl.constexpr = SHAPE[3]
     BLOCK_ROWS: gl.constexpr = SHAPE[5]
@@ -337,8 +386,8 @@ def stream_kernel(
             (
                 _produce,
                 (
-                    words, factors_tiles, x, x_stride, group_sums, sorted_slots, blocks, words_ring, factors_ring,
-                    x_ring, sums_ring, full, empty, GATE_UP, TOP_K, SPLIT, SHAPE,
+                    words, factors_tiles, codes, factors, experts, x, x_stride, group_sums, sorted_slots, blocks,
+                    words_ring, factors_ring, x_ring, sums_ring, full, empty, GATE_UP, TOP_K, SPLIT, SHAPE,
                 ),
             ),
         ],
