@@ -103,6 +103,8 @@ def routings(shape: Shape, tokens: int, count: int, device: torch.device) -> lis
 
 def graph_milliseconds(calls: Sequence[Callable[[], object]], replays: int = 10) -> float:
     """Median time of one call, all calls captured into one CUDA graph and replayed."""
+    # What the calls read may still be under way on another stream.
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         for call in calls:

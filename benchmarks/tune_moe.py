@@ -67,6 +67,7 @@ _TILES: dict[int, tuple[_Tile, ...]] = {
         _streamed(128, 4, 3),
         _streamed(128, 4, 4),
         _streamed(128, 4, 4, True),
+        _streamed(256, 4, 2),
         _streamed(256, 8, 2),
         _streamed(256, 8, 2, True),
     ),
@@ -87,7 +88,6 @@ _TILES: dict[int, tuple[_Tile, ...]] = {
         _streamed(128, 4, 3),
         _streamed(256, 8, 1),
         _wide(128, 4, 2),
-        _wide(128, 4, 3),
         _wide(256, 8, 2),
     ),
     64: (

@@ -42,7 +42,7 @@ STREAMED = {
     "some": LaunchConfig(_streamed(32, 128, 4, 3), _streamed(32, 256, 8, 1)),
     "shared": LaunchConfig(_streamed(8, 64, 4, 4, True), _streamed(8, 256, 8, 2, True)),
     "wide, few": LaunchConfig(_wide(16, 128, 4, 2), _wide(16, 256, 8, 2)),
-    "wide, some": LaunchConfig(_wide(32, 256, 8, 2), _wide(32, 128, 4, 3)),
+    "wide, some": LaunchConfig(_wide(32, 128, 4, 2), _wide(32, 256, 8, 2)),
     "wide, more": LaunchConfig(_wide(64, 128, 4, 2), _wide(64, 256, 8, 1)),
     "wide, many": LaunchConfig(_wide(128, 128, 8, 1), _wide(128, 256, 8, 1)),
 }

@@ -214,7 +214,6 @@ def gate_up(
         aligned.blocks,
         inner,
         sums,
-        stream.guessed_experts(words, aligned.sorted_slots),
         x.stride(0),
         options.swiglu_alpha,
         options.swiglu_limit,

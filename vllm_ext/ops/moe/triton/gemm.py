@@ -18,9 +18,6 @@ from vllm_ext.ops.moe.triton.tile import add_tile, finish
 
 # About as many programs as a GPU holds at once: only these can start before the first GEMM ends.
 _EARLY_PROGRAMS = tl.constexpr(1024)
-# The same for gate and up, of larger tiles, and how many of a program's K tiles are asked for.
-_GUESSING_PROGRAMS = tl.constexpr(400)
-_GUESSED_TILES = tl.constexpr(6)
 
 
 @triton.jit
@@ -121,7 +118,7 @@ def _load_block(blocks, block):
     return expert, first, tl.load(blocks + block * 4 + 2)
 
 
-@triton.jit(do_not_specialize=["experts"], do_not_specialize_on_alignment=["topk_weights"])
+@triton.jit(do_not_specialize_on_alignment=["topk_weights"])
 def gate_up_kernel(
     x,
     words,
@@ -133,7 +130,6 @@ def gate_up_kernel(
     blocks,
     out,
     out_sums,
-    experts,
     x_stride,
     alpha,
     limit,
@@ -162,8 +158,7 @@ def gate_up_kernel(
     A program computes ROW_TILES tiles of BLOCK_ROWS rows one after another, in one loop: the loads of the next tile are
     under way while a tile is finished. SHAPE is (K, rows, group size, plane width, columns of one sum); FORM (offset,
     unit, activation exponent, scale exponent, step) of dequant.CodeForm; OUT_EXPONENT (exponent, its step, plane
-    width) is the power of two that the second GEMM wants its activations times. `experts` is 0 where the first blocks
-    are not to be guessed.
+    width) is the power of two that the second GEMM wants its activations times.
     """
     K: tl.constexpr = SHAPE[0]
     ROWS: tl.constexpr = SHAPE[1]
@@ -171,18 +166,8 @@ def gate_up_kernel(
     STEPS: tl.constexpr = (TILES + UNROLL - 1) // UNROLL
     ALL_ROW_TILES: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
     PROGRAMS: tl.constexpr = (ALL_ROW_TILES + ROW_TILES - 1) // ROW_TILES
-    pid = tl.program_id(0)
-    row_tile = pid % PROGRAMS * ROW_TILES
-    if PDL and (experts > 0 and pid < _GUESSING_PROGRAMS):
-        # While slots are listed, memory idles. With a block an expert, which is about what comes, this is its weight.
-        guess = tl.minimum(pid // PROGRAMS, experts - 1).to(tl.int64)
-        prefetch_tiles(
-            words + guess * (TILES * SHAPE[3] * ROWS) + row_tile * (BLOCK_ROWS * SHAPE[3]),
-            ROWS * SHAPE[3],
-            tl.minimum(BLOCK_ROWS, ROWS - row_tile * BLOCK_ROWS) * SHAPE[3] * 2,
-            _GUESSED_TILES if TILES > _GUESSED_TILES else TILES,
-        )
     wait_for_previous(PDL)
+    pid = tl.program_id(0)
     expert, first, count = _load_block(blocks, pid // PROGRAMS)
     if count == 0:
         return
@@ -196,6 +181,7 @@ def gate_up_kernel(
         bias += expert * ROWS
     sums = group_sums + token * ((K + SHAPE[4] - 1) // SHAPE[4])
     xs = x + token * x_stride
+    row_tile = pid % PROGRAMS * ROW_TILES
     row_tiles = tl.minimum(ALL_ROW_TILES - row_tile, ROW_TILES)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
     for i in tl.range(0, row_tiles * STEPS, num_stages=STAGES):

@@ -54,31 +54,6 @@ def copy_weights(words, factors, bar, words_buffer, factors_buffer, expert, row,
 
 
 @gluon.jit
-def ask_ahead(codes, factors, expert, row, tile, count, p: gl.constexpr):
-    """Have `count` K tiles of BLOCK_ROWS rows brought into L2, from `tile` on: a hint that nothing waits for."""
-    TILE: gl.constexpr = 4 * p[3]
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    i = gl.arange(0, 32 * gl.num_warps(), layout=line)
-    k = tile + gl.where(i < count, i, 0)
-    experts = expert.to(gl.int64)
-    _prefetch(codes + ((experts * (p[0] // TILE) + k) * p[1] + row) * p[3], p[5] * p[3] * 2, i < count)
-    _prefetch(factors + (experts * (p[0] // p[2]) + k * TILE // p[2]) * p[1] + row, p[5] * 4, i < count)
-
-
-@gluon.jit
-def _prefetch(address, size, ok):
-    """Have `size` bytes (a multiple of 16) brought into L2, where `ok`."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-        "=r,l,r,r",
-        [address.to(gl.int64), size + gl.zeros_like(ok.to(gl.int32)), ok.to(gl.int32)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def copy_x(x_buffer, bar, x, place, count, tile, TOKENS: gl.constexpr, TILE: gl.constexpr):
     """Ask for a block's activations of one K tile, zeros for tokens that are not there; `bar` hears when they came."""
     LANES: gl.constexpr = TILE // 8

@@ -22,9 +22,8 @@ _REGISTERS = 1 << 16
 _SHARED_MEMORY = 227 << 10
 _PRODUCER_WARPS = 4  # registers are given out to four
 _PRODUCER_REGISTERS = 40
-_HALF = 128  # rows of one product of `wide_kernel.py`
+_HALF, _COLUMNS = 128, 64  # of one product of `wide_kernel.py`
 _MANY_TOKENS = 64
-_GUESS_FROM = 2  # slots an expert on average
 _SHORT = {16: 8, 32: 16, 64: 16, 128: 32}
 
 
@@ -49,7 +48,7 @@ class Sizes:
         whole = self.columns % tile == 0 and self.group % tile == 0
         if wide(gemm):
             halves = gemm.block_rows // _HALF
-            return whole and self.rows % _HALF == 0 and halves in (1, 2)
+            return whole and self.rows % _HALF == 0 and (halves == 2 or (halves == 1 and tile == 2 * _COLUMNS))
         return whole and self.rows % gemm.block_rows == 0
 
 
@@ -142,12 +141,6 @@ def kernel_shape(
     return (*shape, form.scale_exponent, 2**form.plane_step, short_tokens(gemm), product_rows(gemm))
 
 
-def guessed_experts(words: torch.Tensor, sorted_slots: torch.Tensor) -> int:
-    """Experts, where so many slots leave few of them without any that the first blocks can be guessed; else 0."""
-    experts = words.shape[0]
-    return experts if sorted_slots.shape[0] >= _GUESS_FROM * experts else 0
-
-
 def launch(
     gemm: GemmConfig,
     sizes: Sizes,
@@ -187,9 +180,7 @@ def launch(
     kernel[(programs,)](
         tiles,
         factor_tiles,
-        words,
         factors,
-        guessed_experts(words, sorted_slots) if out_sums is not None else 0,
         x,
         x.stride(0),
         group_sums,

@@ -23,7 +23,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm_ext.ops.moe.triton.dequant import expand, expand_pair, unpack_factors
 from vllm_ext.ops.moe.triton.persistent import (
-    ask_ahead,
     copy_weights,
     copy_x,
     dtype_of,
@@ -42,9 +41,6 @@ from vllm_ext.ops.moe.triton.share import hand_over, share, take_over
 def _produce(
     words,
     factors,
-    codes,
-    all_factors,
-    experts,
     x,
     x_stride,
     group_sums,
@@ -76,13 +72,6 @@ def _produce(
     t = gl.arange(0, TOKENS, layout=line)
     rank = gl.num_programs(0) - 1 - gl.program_id(0)
     if GATHER:
-        # While slots are listed: with a block an expert, and that is about what comes, this would be the first piece.
-        if experts > 0:
-            tile, last, _ = share(experts * ROW_TILES, rank, TILES, SPLIT)
-            unit = tile // TILES
-            count = gl.minimum(TILES - tile % TILES, STAGES)
-            expert = gl.minimum(unit // ROW_TILES, experts - 1)
-            ask_ahead(codes, all_factors, expert, unit % ROW_TILES * BLOCK_ROWS, tile % TILES, count, p)
         gdc_wait()
         gdc_launch_dependents()
     limit = gl.load(blocks + 3, cache_modifier=".cg")
@@ -321,13 +310,11 @@ def _consume(
                 )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["experts"])
+@gluon.jit
 def stream_kernel(
     words,
     factors_tiles,
-    codes,
     factors,
-    experts,
     x,
     x_stride,
     group_sums,
@@ -353,8 +340,7 @@ def stream_kernel(
     dtypes of operands and factors, codes' offset, exponent of the result, row stride of the sums, exponent of the
     scales, what odd planes count, slots of the shorter product, rows of one product); EPILOGUE, of gate and up, (row
     stride of out, columns of one sum of it, sums, exponent, its step, plane width); PRODUCER the producer's (warps,
-    registers). `experts` is 0 where the first pieces are not to be guessed. SPLIT is explained at `share`; it leaves
-    sums in `partials` and needs `flags` at zero, one a program.
+    registers). SPLIT is explained at `share`; it leaves sums in `partials` and needs `flags` at zero, one a program.
     """
     PLANE: gl.constexpr = SHAPE[3]
     BLOCK_ROWS: gl.constexpr = SHAPE[5]
@@ -386,8 +372,8 @@ def stream_kernel(
             (
                 _produce,
                 (
-                    words, factors_tiles, codes, factors, experts, x, x_stride, group_sums, sorted_slots, blocks,
-                    words_ring, factors_ring, x_ring, sums_ring, full, empty, GATE_UP, TOP_K, SPLIT, SHAPE,
+                    words, factors_tiles, x, x_stride, group_sums, sorted_slots, blocks, words_ring, factors_ring,
+                    x_ring, sums_ring, full, empty, GATE_UP, TOP_K, SPLIT, SHAPE,
                 ),
             ),
         ],

@@ -23,7 +23,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm_ext.ops.moe.triton.dequant import CENTER, expand, expand_pair, scale_codes, unpack_factors
 from vllm_ext.ops.moe.triton.persistent import (
-    ask_ahead,
     barrier,
     copy_weights,
     copy_x,
@@ -67,9 +66,6 @@ def _stage_sums(group_sums, row, token_ok, buffers, CHUNK: gl.constexpr, p: gl.c
 def _produce(
     words,
     factors,
-    codes,
-    all_factors,
-    experts,
     x,
     x_stride,
     group_sums,
@@ -101,11 +97,6 @@ def _produce(
     sums_layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
     unit = gl.program_id(0)
     if GATHER:
-        if experts > 0:
-            # As in `stream_kernel.py`, a guess.
-            expert = gl.minimum(unit // ROW_TILES, experts - 1)
-            row = gl.minimum(unit % ROW_TILES * BLOCK_ROWS, ROWS - BLOCK_ROWS)
-            ask_ahead(codes, all_factors, expert, row, 0, gl.minimum(TILES, STAGES), p)
         gdc_wait()
         gdc_launch_dependents()
     limit = gl.load(blocks + 3, cache_modifier=".cg")
@@ -274,16 +265,15 @@ def _piece(
                 acc0, w0 = warpgroup_mma_wait(1, deps=[acc0, w0])
                 acc0 = warpgroup_mma_init(acc0)
         else:
+            # With one product a tile, its operand would be renamed while it is read: copied, and overwritten too early.
+            gl.static_assert(STEPS == 2)
             w0 = _operand(word0, scale0, 0, operand, p)
             acc0 = warpgroup_mma(w0, x_tile.slice(0, COLUMNS, dim=1).permute((1, 0)), acc0, is_async=True)
             w1 = warpgroup_mma_wait(1, deps=[w1])
             mbarrier.arrive(empty.index(before), count=1, pred=i > 0)
-            if STEPS == 2:
-                w1 = _operand(word0, scale0, 1, operand, p)
-                acc0 = warpgroup_mma(w1, x_tile.slice(COLUMNS, COLUMNS, dim=1).permute((1, 0)), acc0, is_async=True)
-                w0 = warpgroup_mma_wait(1, deps=[w0])
-            else:
-                w1 = w0
+            w1 = _operand(word0, scale0, 1, operand, p)
+            acc0 = warpgroup_mma(w1, x_tile.slice(COLUMNS, COLUMNS, dim=1).permute((1, 0)), acc0, is_async=True)
+            w0 = warpgroup_mma_wait(1, deps=[w0])
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -363,13 +353,11 @@ def _consume(
         expert, first, count = next_expert, next_first, next_count
 
 
-@gluon.jit(do_not_specialize=["experts"])
+@gluon.jit
 def wide_kernel(
     words,
     factors_tiles,
-    codes,
     factors,
-    experts,
     x,
     x_stride,
     group_sums,
@@ -422,9 +410,8 @@ def wide_kernel(
             (
                 _produce,
                 (
-                    words, factors_tiles, codes, factors, experts, x, x_stride, group_sums, sorted_slots, blocks,
-                    words_ring, factors_ring, x_ring, sums_buffers, full, empty, sums_full, sums_empty, GATE_UP, TOP_K,
-                    SHAPE,
+                    words, factors_tiles, x, x_stride, group_sums, sorted_slots, blocks, words_ring, factors_ring,
+                    x_ring, sums_buffers, full, empty, sums_full, sums_empty, GATE_UP, TOP_K, SHAPE,
                 ),
             ),
         ],
