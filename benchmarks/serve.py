@@ -44,23 +44,26 @@ ANSWER_TIMEOUT = 120.0
 # Nats a token. Quantising random weights moves a log-probability by about a tenth to a half (it is reported); a kernel
 # that computes something else moves it by the spread of the logits, 2.
 FAR_FROM_BF16 = 1.0
+# (tokens of a prompt, prompts) that are checked besides --checked-tokens: steps as decoding has them.
+SHORT_CHECKS = ((8, 8), (64, 2))
 # Cells of so few requests take a fraction of a second, and scatter most by what the host does.
 QUICK_BATCH = 8
 # Steps of a traced cell: the later half is looked at.
 TRACED_OUTPUTS = 20
 
 
-def check(log_probs: dict[str, list[float]]) -> tuple[dict[str, float], dict[str, str]]:
-    """Mean difference of log-probabilities by pair of arms, and why an arm is no right one."""
+def check(log_probs: dict[str, list[float]], tokens: int) -> tuple[dict[str, float], dict[str, str]]:
+    """Mean difference of log-probabilities by pair of arms, in steps of `tokens`, and why an arm is no right one."""
 
     def gap(one: str, other: str) -> float:
         return statistics.fmean(abs(a - b) for a, b in zip(log_probs[one], log_probs[other], strict=True))
 
     wrong: dict[str, str] = {}
     gaps = {f"{name} / {BASE}": gap(name, BASE) for name in log_probs if name != BASE and BASE in log_probs}
+    said = f"check failed in steps of {tokens} tokens"
     for pair, found in gaps.items():
         if not found < FAR_FROM_BF16:
-            why = f"check failed: {pair}: log-probabilities {found:.2f} nats a token apart; allowed {FAR_FROM_BF16}"
+            why = f"{said}: {pair}: log-probabilities {found:.2f} nats a token apart; allowed {FAR_FROM_BF16}"
             wrong[pair.removesuffix(f" / {BASE}")] = why
     twins = [name for name in log_probs if ARMS[name].same_bits]
     if len(twins) == 2 and BASE in log_probs:
@@ -68,23 +71,26 @@ def check(log_probs: dict[str, list[float]]) -> tuple[dict[str, float], dict[str
         gaps[pair] = gap(*twins)
         limit = max(gaps[f"{name} / {BASE}"] for name in twins)
         if not gaps[pair] < limit:
-            why = f"check failed: {pair}: the same bits are {gaps[pair]:.3f} nats a token apart, BF16 only {limit:.3f}"
+            why = f"{said}: {pair}: the same bits are {gaps[pair]:.3f} nats a token apart, BF16 only {limit:.3f}"
             wrong.setdefault(twins[0], why)
     return gaps, wrong
 
 
-def check_arms(serving: Serving, length: int) -> None:
-    """Drop the arms that compute something else than their weights say."""
-    log_probs = {}
-    for name, engine in list(serving.engines.items()):
-        try:
-            log_probs[name] = engine.ask("score", ANSWER_TIMEOUT, length=length, seed=7)["log_probs"]
-        except RuntimeError as error:
-            serving.drop(name, str(error))
-    serving.document["gaps"], wrong = check(log_probs)
-    print(f"log-probabilities apart, nats a token: {serving.document['gaps']}", flush=True)
-    for name, why in wrong.items():
-        serving.drop(name, why)
+def check_arms(serving: Serving, longest: int) -> None:
+    """Drop the arms that compute something else than their weights say, at sizes that different kernels serve."""
+    serving.document["gaps"] = {}
+    for tokens, count in (*SHORT_CHECKS, (longest, 1)):
+        log_probs = {}
+        for name, engine in list(serving.engines.items()):
+            try:
+                log_probs[name] = engine.ask("score", ANSWER_TIMEOUT, length=tokens, seed=7, count=count)["log_probs"]
+            except RuntimeError as error:
+                serving.drop(name, str(error))
+        gaps, wrong = check(log_probs, tokens)
+        serving.document["gaps"][f"steps of {tokens}"] = gaps
+        print(f"log-probabilities apart in steps of {tokens}, nats a token: {gaps}", flush=True)
+        for name, why in wrong.items():
+            serving.drop(name, why)
 
 
 def rate(cell: dict[str, Any], answer: dict[str, Any]) -> float:
@@ -213,7 +219,7 @@ def measure(args: argparse.Namespace, servings: list[Serving], folder: Path) -> 
         inspect_models(context, [str(found[BF16]) for found in paths.values()], folder / "inspected")
         print(f"models inspected after {time.monotonic() - begin:.0f} s", flush=True)
         for serving, (own, found) in zip(servings, paths.items(), strict=True):
-            start_arms(args, serving, context, found, own)
+            start_arms(args, serving, context, found, own, args.start_apart)
         deadline = time.monotonic() + args.start_timeout
         for serving in servings:
             await_arms(serving, deadline)
@@ -254,6 +260,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
     parser.add_argument("--attention-backend", help="default: vLLM's choice")
     parser.add_argument("--loading", action="store_true", help="also measure loading: time and peak memory; --files")
+    parser.add_argument(
+        "--start-apart", type=float, default=0, help="seconds from one engine's start to the next one's"
+    )
     parser.add_argument("--start-timeout", type=float, default=300, help="seconds for all engines to be ready")
     parser.add_argument("--workdir", type=Path, help="where checkpoints and logs go; default: a temporary folder")
     parser.add_argument("--output-dir", type=Path, default=RESULTS, help="for serve_SHAPE.json; default: results")

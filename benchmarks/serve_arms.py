@@ -86,10 +86,13 @@ class Serving:
         write_json(self.output, self.document)
 
 
-def start_arms(args: argparse.Namespace, serving: Serving, context: Any, paths: dict[str, Path], folder: Path) -> None:
-    """Start every arm's engine, without waiting for it."""
+def start_arms(
+    args: argparse.Namespace, serving: Serving, context: Any, paths: dict[str, Path], folder: Path, apart: float
+) -> None:
+    """Start every arm's engine, `apart` seconds after the one before, without waiting for it."""
     config = config_of(serving.shape, args.layers)
-    for name in args.arms:
+    for number, name in enumerate(args.arms):
+        time.sleep(apart if number else 0)
         arm = ARMS[name]
         plugins = "vllm_ext" if arm.options.get("quantization") == OUR_METHOD else ""
         options = {**engine_options(config, args), **arm.options}

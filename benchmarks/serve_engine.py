@@ -84,14 +84,17 @@ class Served:
         for cell in cells:
             self.generate(**cell, seed=99)
 
-    def score(self, length: int, seed: int) -> Answer:
-        """Log-probabilities of a random prompt's own tokens."""
+    def score(self, length: int, seed: int, count: int = 1) -> Answer:
+        """Log-probabilities of the own tokens of `count` random prompts, one after the other: steps of `length`."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        (answer,) = self.llm.generate(prompts(1, length, self.vocabulary, seed), sampling, use_tqdm=False)
-        pairs = list(zip(answer.prompt_token_ids, answer.prompt_logprobs, strict=True))[1:]
-        return {"log_probs": [entry[token].logprob for token, entry in pairs]}
+        found = []
+        for prompt in prompts(count, length, self.vocabulary, seed):
+            (answer,) = self.llm.generate([prompt], sampling, use_tqdm=False)
+            pairs = list(zip(answer.prompt_token_ids, answer.prompt_logprobs, strict=True))[1:]
+            found += [entry[token].logprob for token, entry in pairs]
+        return {"log_probs": found}
 
 
 def import_vllm_once() -> ForkServerContext:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,7 +117,7 @@ def test_arm_that_failed_on_the_way_keeps_its_rounds(tmp_path):
 def test_arms_near_bf16_whose_bits_are_shared_pass():
     near = {"BF16": [-1.0, -2.0], "w4a16-grouped": [-1.1, -2.1]}
     twins = {"w4a16-grouped, packed": [-1.1, -2.2], "Marlin, packed": [-1.1, -2.21]}
-    gaps, wrong = serve.check({**near, **twins})
+    gaps, wrong = serve.check({**near, **twins}, 256)
     assert not wrong
     assert gaps["w4a16-grouped / BF16"] == pytest.approx(0.1)
     assert gaps["w4a16-grouped, packed / Marlin, packed"] == pytest.approx(0.005)
@@ -132,9 +133,37 @@ def test_arms_near_bf16_whose_bits_are_shared_pass():
 )
 def test_arm_that_computes_something_else_is_not_timed(arm, values, refused, says):
     right = {"BF16": [-1.0, -2.0], "w4a16-grouped, packed": [-1.1, -2.1], "Marlin, packed": [-1.1, -2.1]}
-    _, wrong = serve.check({**right, arm: values})
+    _, wrong = serve.check({**right, arm: values}, 256)
     assert list(wrong) == [refused]
     assert says in wrong[refused]
+
+
+class Scoring:
+    """An engine whose log-probabilities are right but in steps of `wrong_at` tokens."""
+
+    def __init__(self, wrong_at=None):
+        self.wrong_at, self.closed = wrong_at, False
+        self.log = Path("nowhere.log")
+
+    def ask(self, op, timeout, length, seed, count):
+        assert op == "score"
+        return {"log_probs": [-3.0 if length == self.wrong_at else -1.0] * (count * (length - 1))}
+
+    def close(self, timeout):
+        self.closed = True
+
+
+def test_arm_is_checked_in_steps_as_decoding_has_them(tmp_path):
+    """Other kernels serve 8 tokens than 256; a prompt of 256 alone would not notice a wrong one."""
+    engines = {"BF16": Scoring(), "w4a16-grouped": Scoring(wrong_at=8)}
+    document = {"options": {"shape": "tiny"}, "failed": {}}
+    made = serve_arms.Serving(SHAPES["tiny"], tmp_path / "out.json", document, dict(engines))
+    serve.check_arms(made, 256)
+    assert list(made.engines) == ["BF16"]
+    assert engines["w4a16-grouped"].closed
+    assert "check failed in steps of 8 tokens" in document["failed"]["w4a16-grouped"]
+    assert list(document["gaps"]) == ["steps of 8", "steps of 64", "steps of 256"]
+    assert document["gaps"]["steps of 8"] == {"w4a16-grouped / BF16": 2.0}
 
 
 @pytest.mark.parametrize("kind", ["qwen3-moe", "gemma4-moe"])
