@@ -75,6 +75,23 @@ def test_streaming_kernels_are_left_where_they_cannot_serve() -> None:
     assert backend.served(tiles, experts, layer.x, CallOptions()) == tiles
 
 
+@pytest.mark.parametrize("groups", [(64, 64), (128, 128), (32, 32)])
+def test_wide_kernels_serve_groups_of_64_with_two_halves(
+    monkeypatch: pytest.MonkeyPatch, groups: tuple[int, int]
+) -> None:
+    """A table's row was made with groups of 128, where one half of 128 rows may be the fastest; tiles of 64 columns
+    need two. Groups of 32 have no tile that lies within them."""
+    monkeypatch.setattr(stream, "usable", lambda device: True)
+    layer = make_layer(experts=2, hidden=256, intermediate=128, groups=groups)
+    experts = backend.prepare(layer.w13, layer.w2, None, None, torch.device("cpu"), torch.bfloat16)
+    half = config.GemmConfig(128, 128, 8, 24, "operand", programs=1)
+    got = backend.served(config.LaunchConfig(half, half), experts, layer.x.bfloat16(), CallOptions())
+    expected = {64: 256, 128: 128, 32: 128}[groups[0]]
+    assert got.gate_up.block_rows == got.down.block_rows == expected
+    assert bool(got.gate_up.programs) == bool(got.down.programs) == (groups[0] != 32)
+    assert got.gate_up.block_tokens == (64 if groups[0] == 32 else 128)
+
+
 @pytest.mark.parametrize(("tokens", "rows", "warps", "programs"), [(8, 64, 4, 4), (16, 128, 8, 2), (32, 128, 8, 2)])
 def test_streaming_programs_fit_on_a_multiprocessor(tokens: int, rows: int, warps: int, programs: int) -> None:
     """Registers and shared memory of `programs` programs; fewer would leave the persistent grid waiting for a place."""

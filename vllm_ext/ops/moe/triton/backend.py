@@ -137,6 +137,11 @@ def served(
 def _or_tiles(gemm: GemmConfig, plain: bool, size: stream.Sizes) -> GemmConfig:
     if not gemm.programs or (plain and size.covered(gemm)):
         return gemm
+    if plain and stream.wide(gemm):
+        # Groups of 64, in a shape whose row was made with groups of 128: one half of rows cannot serve them, two can.
+        halves = GemmConfig(gemm.block_tokens, 256, 8, gemm.num_stages, gemm.scaling, programs=1)
+        if size.covered(halves):
+            return halves
     if gemm.block_tokens > 32:
         return GemmConfig(64, 128, 4, 3, "operand", 168)
     return GemmConfig(max(16, gemm.block_tokens), 128, 4, 3)
