@@ -163,6 +163,22 @@ def test_a_step_sends_what_failed_by_request_without_touching_vllms_shared_outpu
     assert worker_class(lambda: None).execute_model(shared) is shared
 
 
+def test_a_row_of_padding_is_nobodys_failure():
+    def run():
+        for row in (0, 2):
+            failures.STEP.add(row, "why")
+
+    assert getattr(worker_class(run).execute_model(Output(["a", "b"])), failures._ATTRIBUTE) == {"a": "why"}
+
+
+@pytest.mark.parametrize(("last_stage", "rank", "reporting"), [(True, 0, True), (True, 1, False), (False, 0, False)])
+def test_the_scheduler_reads_the_first_rank_of_the_last_stage(last_stage, rank, reporting, monkeypatch):
+    distributed = pytest.importorskip("vllm.distributed")
+    monkeypatch.setattr(distributed, "get_pp_group", lambda: types.SimpleNamespace(is_last_rank=last_stage))
+    monkeypatch.setattr(distributed, "get_tensor_model_parallel_rank", lambda: rank)
+    assert failures.is_reporting_rank() is reporting
+
+
 def test_failures_of_a_step_that_raised_are_not_held_against_the_next_ones_requests():
     steps = iter([True, False])
 
