@@ -23,6 +23,7 @@ from tiny_model_parts import (
     kimi_delta_attention,
     layer_norms,
     multi_head_latent_attention,
+    olmo_gated_delta_net,
     qwen3_5_projections,
     qwen3_next_projections,
 )
@@ -77,6 +78,24 @@ def qwen3_5_weights(w: Weights, c: Config) -> None:
         qwen3_5_projections,
         lambda w, c, block: w.swiglu(block, c["hidden_size"], c["intermediate_size"], GATE_UP_DOWN),
     )
+
+
+def olmo_hybrid_weights(w: Weights, c: Config) -> None:
+    """OLMo-hybrid, dense: norms before Gated DeltaNet layers and behind those of full attention."""
+    embeddings(w, c)
+    hidden, kept = c["hidden_size"], c["num_key_value_heads"] * (c["hidden_size"] // c["num_attention_heads"])
+    for index, kind in enumerate(c["layer_types"]):
+        layer = f"model.layers.{index}"
+        w.norm(f"{layer}.post_attention_layernorm", hidden)
+        if kind == "linear_attention":
+            w.norm(f"{layer}.input_layernorm", hidden)
+            olmo_gated_delta_net(w, c, f"{layer}.linear_attn")
+        else:
+            w.norm(f"{layer}.post_feedforward_layernorm", hidden)
+            attention(w, {**c, "head_dim": hidden // c["num_attention_heads"]}, f"{layer}.self_attn")
+            w.norm(f"{layer}.self_attn.q_norm", hidden)
+            w.norm(f"{layer}.self_attn.k_norm", kept)
+        w.swiglu(f"{layer}.mlp", hidden, c["intermediate_size"], GATE_UP_DOWN)
 
 
 def kimi_linear_weights(w: Weights, c: Config) -> None:
@@ -240,6 +259,23 @@ KINDS: dict[str, tuple[Config, Callable[[Weights, Config], None]]] = {
             "intermediate_size": 512,
         },
         qwen3_5_weights,
+    ),
+    "olmo-hybrid": (
+        {
+            "architectures": ["OlmoHybridForCausalLM"],
+            "model_type": "olmo_hybrid",
+            **{key: value for key, value in COMMON.items() if key not in ("head_dim", "rope_theta")},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "intermediate_size": 512,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 96,
+            "linear_value_head_dim": 192,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "linear_allow_neg_eigval": True,
+        },
+        olmo_hybrid_weights,
     ),
     "kimi-linear": (
         {

@@ -199,6 +199,22 @@ def qwen3_5_projections(w: Weights, c: Config, prefix: str) -> None:
         w.linear(f"{prefix}.{name}", c["linear_num_value_heads"], c["hidden_size"], gain=2.0)
 
 
+def olmo_gated_delta_net(w: Weights, c: Config, prefix: str) -> None:
+    """OLMo-hybrid's Gated DeltaNet layer: every projection and convolution by itself."""
+    keys, values = gdn_sizes(c)
+    heads, taps = c["linear_num_value_heads"], c["linear_conv_kernel_dim"]
+    for name, rows in (("q", keys), ("k", keys), ("v", values), ("g", values)):
+        w.linear(f"{prefix}.{name}_proj", rows, c["hidden_size"])
+    for name in ("a", "b"):
+        w.linear(f"{prefix}.{name}_proj", heads, c["hidden_size"], gain=2.0)
+    for name, rows in (("q", keys), ("k", keys), ("v", values)):
+        w.normal(f"{prefix}.{name}_conv1d.weight", rows, 1, taps, std=taps**-0.5)
+    w.decay_rates(f"{prefix}.A_log", heads, (heads,))
+    w.normal(f"{prefix}.dt_bias", heads, std=0.5)
+    w.norm(f"{prefix}.o_norm", c["linear_value_head_dim"])
+    w.linear(f"{prefix}.o_proj", c["hidden_size"], values)
+
+
 def kimi_delta_attention(w: Weights, c: Config, prefix: str) -> None:
     """One KDA layer."""
     linear, hidden = c["linear_attn_config"], c["hidden_size"]

@@ -4,7 +4,8 @@
     python examples/tiny_models.py kimi-linear tiny-kda         # Kimi Delta Attention + MLA + MoE
     python examples/tiny_models.py qwen3-moe tiny-moe           # full attention + MoE
 
-Other kinds: qwen3.5 (Gated DeltaNet, dense), mixtral, olmoe, deepseek-v2, glm4-moe, gemma4-moe, gpt-oss.
+Other kinds: qwen3.5 and olmo-hybrid (Gated DeltaNet, dense); mixtral, olmoe, deepseek-v2, glm4-moe, gemma4-moe,
+gpt-oss.
 
 The weights are random but not arbitrary: matrices keep activations near unit size, logits are spread enough that greedy
 tokens do not hang on rounding, and the linear-attention heads forget at rates from slow to instant, as trained ones do.

@@ -1,6 +1,6 @@
 """Random request mixes through real vLLM on the CPU, stock beside ha_npu; started by `test_linear_attention_mixes`.
 
-    python request_mix_runner.py gdn|kda RESULT.json EXAMPLES
+    python request_mix_runner.py gdn|kda|olmo RESULT.json EXAMPLES
     python request_mix_runner.py kda-triton|tensor-parallel RESULT.json EXAMPLES
 
 RESULT holds what a property-based search found (the smallest mix that disagrees, if any), how far apart the engines
@@ -55,6 +55,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 128,
         },
     ),
+    # Dense; keys and values of unequal size, states that may change their sign.
+    "olmo": (
+        "olmo-hybrid",
+        {
+            "hidden_size": 128,
+            "num_attention_heads": 2,
+            "intermediate_size": 128,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 64,
+        },
+    ),
 }
 KDA_LAYERS = {"kda_layers": [1, 2, 3], "full_attn_layers": [], "num_heads": 2, "head_dim": 64}
 OPTIONS: dict[str, Any] = {
@@ -78,10 +91,16 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
 }
 # The first layer sees equal inputs in both engines: its state is held to what the kernels round (vLLM's GDN multiplies
-# in BF16; its KDA is stood in for by the FP64 definition, whose outputs round differently in one element of thousands).
-# Behind it the inputs differ by that. A state that is another request's, or stale, is off by 1 or more.
-STATE_TOLERANCES = {"gdn": (1e-2, 4e-2, 6e-2), "kda": (2e-6, 2e-2, 3e-2), "kda-triton": (2e-3, 2e-2, 3e-2)}
-LOG_PROB_TOLERANCE = {"gdn": 0.15, "kda": 0.1, "kda-triton": 0.1}
+# in BF16; KDA's and OLMo-hybrid's kernels are stood in for by the FP64 definition, whose outputs round differently in
+# one element of thousands). Behind it the inputs differ by that. A state that is another request's, or stale, is off by
+# 1 or more.
+STATE_TOLERANCES = {
+    "gdn": (1e-2, 4e-2, 6e-2),
+    "kda": (2e-6, 2e-2, 3e-2),
+    "olmo": (2e-6, 2e-2, 3e-2),
+    "kda-triton": (2e-3, 2e-2, 3e-2),
+}
+LOG_PROB_TOLERANCE = {"gdn": 0.15, "kda": 0.1, "olmo": 0.1, "kda-triton": 0.1}
 
 
 def write_model(kind: str, folder: Path, lower_bound: float | None = None, **changes: int) -> str:
@@ -231,6 +250,10 @@ def one_kind(kind: str, folder: Path, examples: int) -> dict[str, Any]:
         import kda_on_cpu
 
         kda_on_cpu.install()
+    elif kind == "olmo":
+        import olmo_on_cpu
+
+        olmo_on_cpu.install()
     from vllm_ext.benchmarks.request_mix_faults import wrong_kernels_noticed
     from vllm_ext.benchmarks.request_mixes import situations
 

@@ -67,18 +67,23 @@ def test_gpu_call_takes_and_returns_value_first_states(prefill, operands):
 
 
 def test_gpu_call_that_falls_back_passes_everything_on(operands):
+    """A caller that gives no buffer for the output has none made up for its kernel; one that is given is filled."""
     received = {}
 
     def stock(**kwargs):
         received.update(kwargs)
-        return "o", "state"
+        return operands["v"], "state"
 
     op = GatedDeltaRulePrefill(LayerPrefill("layer", "gdn", fallback=True), stock)
     bad = {**operands, "initial_state": sample_state(3, 4, 64, 32), "output_final_state": True, "cu_seqlens": BOUNDS}
-    assert op(**bad, use_qk_l2norm_in_kernel=False, chunk_indices="indices") == ("o", "state")
-    assert received.keys() == {*bad, "use_qk_l2norm_in_kernel", "core_attn_out", "chunk_indices"}
-    assert received["chunk_indices"] == "indices"
-    assert received["use_qk_l2norm_in_kernel"] is False
+    bad |= {"use_qk_l2norm_in_kernel": False, "chunk_indices": "indices"}
+    buffer = torch.full((300, 4, 64), float("nan"), dtype=torch.bfloat16)
+    for given in ({}, {"core_attn_out": buffer}):
+        assert op(**bad, **given) == (operands["v"], "state")
+        assert received.keys() == bad.keys()
+        assert all(received[name] is bad[name] for name in bad)
+    assert torch.equal(buffer[:200], operands["v"][0])
+    assert bool(buffer[200:].isnan().all())
 
 
 def cpu_call(operands):

@@ -1,4 +1,7 @@
-"""vLLM's OLMo-hybrid and Ling 3.0 layers around our prefill, on the CPU. Neither whole model has been served yet."""
+"""vLLM's OLMo-hybrid and Ling 3.0 layers around our prefill, on the CPU.
+
+A whole OLMo-hybrid model: `test_linear_attention_mixes`. Ling 3.0 has not been served as a whole.
+"""
 
 from __future__ import annotations
 

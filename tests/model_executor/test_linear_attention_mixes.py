@@ -27,14 +27,14 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "DEBUG",
 }
 KDA_ENVIRONMENT = {"VLLM_KIMI_K3_GEMM_AR": "0", "VLLM_MLA_DISABLE": "1"}
-EXAMPLES = {"gdn": 45, "kda": 30, "tensor-parallel": 6, "kda-triton": 2}
+EXAMPLES = {"gdn": 45, "kda": 30, "olmo": 30, "tensor-parallel": 6, "kda-triton": 2}
 
 
 def run(kind, folder, **environment):
     """What request_mix_runner found, and its log."""
     pytest.importorskip("vllm")
     asked = os.environ.get("VLLM_EXT_REQUEST_MIXES")
-    examples = int(asked) if asked and kind in ("gdn", "kda") else EXAMPLES[kind]
+    examples = int(asked) if asked and kind in ("gdn", "kda", "olmo") else EXAMPLES[kind]
     process = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("request_mix_runner.py")), kind, "result.json", str(examples)],
         env={**os.environ, **ENVIRONMENT, **environment},
@@ -48,7 +48,7 @@ def run(kind, folder, **environment):
     return json.loads((folder / "result.json").read_text()), process.stdout
 
 
-@pytest.fixture(scope="module", params=["gdn", "kda"])
+@pytest.fixture(scope="module", params=["gdn", "kda", "olmo"])
 def found(request, tmp_path_factory):
     environment = KDA_ENVIRONMENT if request.param == "kda" else {}
     return run(request.param, tmp_path_factory.mktemp(request.param), **environment)

@@ -68,7 +68,7 @@ class GatedDeltaRulePrefill(torch.nn.Module):
             return chunk_gated_delta_rule(**vars(x), **flags, state_v_first=True)
 
         def vllms() -> Result:
-            result: Result = self.stock(**vars(operands), **flags, core_attn_out=None, **precomputed)
+            result: Result = self.stock(**vars(operands), **flags, **precomputed)
             return result
 
         o, state = self.prefill.run(operands, ours, vllms)
