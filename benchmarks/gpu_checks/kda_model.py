@@ -2,11 +2,12 @@
 
     python benchmarks/gpu_checks/kda_model.py [--kind olmo-hybrid] [--compiled] [--mla-backend TRITON_MLA] [--out FILE]
 
-vLLM's Kimi-Linear and OLMo-hybrid do not run on a CPU by themselves, so this is where the whole models are checked. Five
-engines (three of a model without experts) start side by side, each in its own process; the plugin is registered by hand, so nothing needs to be installed. The last
-line printed is JSON: for each pair the mean, 90th percentile and largest difference of prompt log-probabilities, and
-whether greedy tokens agree wherever the margin exceeds the tolerance. A pair "stock, small budget" against stock is the
-yardstick: both are vLLM's own kernels, only the prompts are cut differently. Exit status 0 when every pair agrees.
+vLLM's Kimi-Linear and OLMo-hybrid do not run on a CPU by themselves, so this is where the whole models are checked.
+Five engines (three of a model without experts) start side by side, each in its own process; the plugin is registered by
+hand, so nothing needs to be installed. The last line printed is JSON: for each pair the mean, 90th percentile and
+largest difference of prompt log-probabilities, and whether greedy tokens agree wherever the margin exceeds the
+tolerance. A pair "stock, small budget" against stock is the yardstick: both are vLLM's own kernels, only the prompts
+are cut differently. Exit status 0 when every pair agrees.
 """
 
 from __future__ import annotations
