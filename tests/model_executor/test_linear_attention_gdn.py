@@ -234,9 +234,13 @@ def test_debug_log_says_which_kernel_serves_a_layer_and_why_a_better_one_does_no
     monkeypatch.setitem(dispatch._AUTO, "cpu", ("npu", "cpu"))
     monkeypatch.setattr(prefill_module, "describe_mapping", lambda problem, tokens, name: f"{tokens} tokens by {name}")
     monkeypatch.setattr(prefill_module.logger, "handlers", [caplog.handler])  # vLLM's own keeps records to itself
+    prefill_module._announce.cache_clear()
     with caplog.at_level("DEBUG", logger=prefill_module.logger.name):
-        assert make_layer_prefill("model.layers.7", layer_problem("cpu"), fallback=False, num_tokens=300) is not None
-    (line,) = {record.getMessage() for record in caplog.records if record.levelname == "DEBUG"}
+        for layer in ("model.layers.6", "model.layers.7"):
+            assert make_layer_prefill(layer, layer_problem("cpu"), fallback=False, num_tokens=300) is not None
+    (told,) = {id(record): record for record in caplog.records if record.levelname == "WARNING"}.values()
+    assert "GDN prefill by vllm_ext backend cpu, because npu: " in told.getMessage()
+    _, line = dict.fromkeys(record.getMessage() for record in caplog.records if record.levelname == "DEBUG")
     assert line.startswith("model.layers.7: gdn prefill by vllm_ext backend cpu, because npu: ")
     assert "(2 key heads of 128, 4 value heads of 64, torch.bfloat16, torch.float32 states)" in line
     assert line.endswith("mapping: 300 tokens by cpu")

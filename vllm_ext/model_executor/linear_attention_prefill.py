@@ -145,7 +145,7 @@ def make_layer_prefill(
             raise RuntimeError(prefill.explain(error)) from error
         prefill._warn_once("%s; vLLM's own kernel takes over for this layer where that happens", error)
         return None
-    _announce(problem.op, module.NAME)
+    _announce(problem.op, module.NAME, passed_over)
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug(
             "%s: %s prefill by vllm_ext backend %s%s (%d key heads of %d, %d value heads of %d, %s, %s states); "
@@ -166,8 +166,14 @@ def make_layer_prefill(
 
 
 @functools.cache
-def _announce(op: str, backend: str) -> None:
-    logger.info("ha_npu: %s prefill by vllm_ext backend %s; decode and full attention stay vLLM's", op.upper(), backend)
+def _announce(op: str, backend: str, passed_over: str) -> None:
+    """A kernel that is not the device's first choice may be far slower, which must not take a DEBUG log to find out."""
+    if passed_over:
+        logger.warning("ha_npu: %s prefill by vllm_ext backend %s, because %s", op.upper(), backend, passed_over)
+    else:
+        logger.info(
+            "ha_npu: %s prefill by vllm_ext backend %s; decode and full attention stay vLLM's", op.upper(), backend
+        )
 
 
 @functools.cache
