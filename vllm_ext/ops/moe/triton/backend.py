@@ -149,15 +149,10 @@ def _or_tiles(gemm: GemmConfig, plain: bool, size: stream.Sizes) -> GemmConfig:
 def _for_tiles_of(gemm: GemmConfig, columns: int) -> GemmConfig:
     """A table's row for tiles of so many columns. Rows are by shape alone, and may have been made with groups of 128.
 
-    In tiles of 64, groups of 64, the wide kernels take two halves of rows and not one; and 256 rows by 32 slots ran in
-    97 us where tiles of 128 took 50 (Qwen3-30B, 256 tokens): they get what the tuner chose for DiffusionGemma's.
+    In tiles of 64, those of groups of 64, the wide kernels take two halves of 128 rows and not one.
     """
-    if columns > 64:
-        return gemm
-    if stream.wide(gemm) and gemm.block_rows == 128:
+    if columns == 64 and stream.wide(gemm) and gemm.block_rows == 128:
         return GemmConfig(gemm.block_tokens, 256, 8, gemm.num_stages, gemm.scaling, programs=1)
-    if (gemm.block_tokens, gemm.block_rows) == (32, 256):
-        return GemmConfig(32, 128, 4, gemm.num_stages, gemm.scaling, programs=3)
     return gemm
 
 
