@@ -87,10 +87,3 @@ def test_description_says_what_is_not_mapped(h200):
     assert "multiple of 16, and this is 40 x 40" in mapping.describe_mapping(
         problem("cuda", key_dim=40, value_dim=40), 2048, "cpu"
     )
-
-
-def test_description_of_heads_that_the_triton_kernels_pad_says_so(h200):
-    pytest.importorskip("triton")
-    text = mapping.describe_mapping(problem("cuda", num_value_heads=30, key_dim=96, value_dim=192), 2048, "triton")
-    assert "30 heads (padded to 128 x 256)" in text
-    assert "padded" not in mapping.describe_mapping(problem("cuda"), 2048, "triton")

@@ -93,15 +93,11 @@ def _planned(problem: Problem, num_tokens: int, device: DeviceChip) -> str:
 
 
 def _of_triton_kernel(problem: Problem, num_tokens: int, cores: int) -> str:
-    from vllm_ext.ops.linear_attention.triton.padding import head_size
     from vllm_ext.ops.linear_attention.triton.plan import map_prefill
 
-    key_dim, value_dim = (head_size(size) or size for size in (problem.key_dim, problem.value_dim))
-    mapping = map_prefill(num_tokens, 1, problem.num_value_heads, key_dim, value_dim, cores)
-    pieces = value_dim // mapping.block_columns
+    mapping = map_prefill(num_tokens, 1, problem.num_value_heads, problem.key_dim, problem.value_dim, cores)
+    pieces = problem.value_dim // mapping.block_columns
     heads = f"{problem.num_value_heads} heads"
-    if (key_dim, value_dim) != (problem.key_dim, problem.value_dim):
-        heads += f" (padded to {key_dim} x {value_dim})"
     text = f"{heads} whole" if pieces == 1 else f"{heads} in {pieces} parts by columns of the state"
     return text if mapping.segment_chunks is None else f"{text}, in segments of {mapping.segment_chunks} chunks"
 

@@ -15,7 +15,6 @@ import torch
 import triton
 
 from vllm_ext.ops.linear_attention.problem import Call, Problem
-from vllm_ext.ops.linear_attention.triton.padding import HEAD_SIZES, head_size, narrow, widen
 from vllm_ext.ops.linear_attention.triton.plan import CHUNK, Mapping, map_prefill
 from vllm_ext.ops.linear_attention.triton.prepare_gdn import prepare_gdn_kernel
 from vllm_ext.ops.linear_attention.triton.prepare_kda import prepare_kda_kernel
@@ -27,6 +26,7 @@ from vllm_ext.ops.triton_device import usable as usable
 
 NAME = "triton"
 DTYPES = (torch.bfloat16, torch.float16)
+HEAD_SIZES = (16, 32, 64, 128, 256)
 # Gluon changes from one version of Triton to the next; these are the ones its kernel has run with.
 GLUON_VERSIONS = ("3.6.",)
 _FACTOR_ROWS = 4
@@ -40,23 +40,23 @@ _MOST_BYTES = 768 * 2**20
 
 
 def supports(problem: Problem) -> tuple[bool, str]:
-    """16-bit operands and head sizes that fit tensor-core tiles."""
+    """16-bit operands and head sizes that fill tensor-core tiles."""
     if problem.dtype not in DTYPES:
         return False, f"q, k, v are {problem.dtype}; the Triton kernels take bfloat16 and float16"
     for what, size in (("K", problem.key_dim), ("V", problem.value_dim)):
-        if head_size(size) is None:
-            return False, f"{what}={size}; the Triton kernels take head sizes up to {HEAD_SIZES[-1]}"
+        if size not in HEAD_SIZES:
+            return False, f"{what}={size} is not one of the head sizes {', '.join(map(str, HEAD_SIZES))}"
     return True, ""
 
 
 def chunk_gated_delta_rule(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `interface.chunk_gated_delta_rule`."""
-    return narrow(*run(widen(call, "gdn"), "gdn"), call)
+    return run(call, "gdn")
 
 
 def chunk_kda(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `interface.chunk_kda`."""
-    return narrow(*run(widen(call, "kda"), "kda"), call)
+    return run(call, "kda")
 
 
 @dataclass(frozen=True)
