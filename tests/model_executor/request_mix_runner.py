@@ -92,7 +92,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 # The first layer sees equal inputs in both engines: its state is held to what the kernels round (vLLM's GDN multiplies
 # in BF16; KDA's and OLMo-hybrid's kernels are stood in for by the FP64 definition, whose outputs round differently in
-# one element of thousands, and with OLMo-hybrid's steps of up to 2 roundings do not fade: 3e-6 seen).
+# one element of thousands, and with OLMo-hybrid's steps of up to 2 roundings need not fade: 3e-6 seen).
 # Behind it the inputs differ by that. A state that is another request's, or stale, is off by 1 or more.
 STATE_TOLERANCES = {
     "gdn": (1e-2, 4e-2, 6e-2),
