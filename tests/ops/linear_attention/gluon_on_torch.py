@@ -280,6 +280,7 @@ class Machine:
             thread_barrier=_nothing,
             where=_where,
             sum=lambda x, axis: Value(x.data.sum(axis)),
+            max=lambda x, axis: Value(x.data.amax(axis)),
             maximum=lambda x, y: _where(Value(x) > y, x, y),
             minimum=lambda x, y: _where(Value(x) < y, x, y),
             rsqrt=lambda x: Value(x.data.rsqrt()),

@@ -6,6 +6,7 @@ inputs give equal bits.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from dataclasses import dataclass
@@ -107,6 +108,9 @@ def run(call: Call, op: str, mapping: Mapping | None = None) -> tuple[torch.Tens
             64 if hopper is None else hopper.WIDEST_BLOCK, op,
         )  # fmt: skip
     cu_seqlens = None if call.cu_seqlens is None else call.cu_seqlens.to(device).contiguous()
+    if call.initial_state is not None:
+        # Before the launches: the recurrence reads it while the one before it still runs.
+        call = dataclasses.replace(call, initial_state=call.initial_state.contiguous())
     parts = _parts(call, op, sizes, mapping)
     states = final
     if parts != [None] and states is None:
@@ -203,7 +207,8 @@ def recur(
     slots it is carried from where the part before left it in `final`.
     """
     v = _tokens(call.v)
-    initial = None if call.initial_state is None else call.initial_state.contiguous()
+    initial = call.initial_state
+    assert initial is None or initial.is_contiguous()
     segment_chunks = mapping.segment_chunks or max(1, -(-sizes.num_tokens // CHUNK))
     slots = slot_count(sizes.num_tokens, sizes.num_sequences, sizes.packed, segment_chunks * CHUNK)
     constants = {"K": sizes.key_dim, "V": sizes.value_dim, "PACKED": sizes.packed}

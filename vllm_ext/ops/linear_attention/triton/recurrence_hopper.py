@@ -55,6 +55,7 @@ def _produce(tiles, descriptors, barriers, place, p: gl.constexpr):
     PAIRS: gl.constexpr = 1 if TRANSITION else 2  # of [64, K] tiles and of [64, 64] ones
     BYTES: gl.constexpr = PAIRS * (128 * K + 8192) + (132 * K if KDA else 1024)
     VALUE_BYTES: gl.constexpr = 8192 * GROUPS
+    await_launches()
     for step in range(stop - start):
         stage = step % STAGES
         mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
@@ -116,6 +117,9 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
     key = gl.arange(0, K, per_key)
     at_state = column[:, None] * K + key[None, :] if V_FIRST else key[None, :] * V + column[:, None]
     at_carry = carry + column[:, None] * K + key[None, :]
+    # An initial state is older than the launches before this one.
+    if PART or carries is not None:
+        await_launches()
     if TRANSITION:
         state = gl.where(column[:, None] == key[None, :] + V, 1.0, 0.0)
     elif carries is not None:
@@ -302,7 +306,6 @@ def recurrence_hopper_kernel(
         mbarrier.init(free.index(stage), count=GROUPS)
     fence_async_shared()
 
-    await_launches()
     p: gl.constexpr = (K, V, GROUPS, KDA, TRANSITION, V_FIRST, STAGES, PART)
     tiles = (k_tiles, q_tiles, v_tiles, solve_tiles, weight_tiles, tail_tiles, factor_tiles, o_tiles)
     descriptors = (k, q, v, tails, inverse, scores, factors, o)
