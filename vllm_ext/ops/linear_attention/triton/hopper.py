@@ -45,8 +45,12 @@ def add(a, b):
 
 
 @gluon.jit
-def sequence_of_slot(cu_seqlens, slot, num_sequences, num_tokens, unit, PACKED: gl.constexpr):
-    """`slots.locate`."""
+def sequence_of_slot(
+    cu_seqlens, slot, num_sequences, num_tokens, unit, PACKED: gl.constexpr, ONE_TRIP: gl.constexpr = True
+):
+    """`slots.locate`; with more registers, in one trip to memory: offsets rise, so the greatest of those reached are
+    the sequence's own.
+    """
     if PACKED:
         # Every warp searches for itself: no barrier.
         layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
@@ -56,13 +60,16 @@ def sequence_of_slot(cu_seqlens, slot, num_sequences, num_tokens, unit, PACKED: 
         for start in range(0, num_sequences, _SEARCH):
             n = start + gl.arange(0, _SEARCH, layout)
             first = gl.load(cu_seqlens + n, mask=n < num_sequences, other=0).to(gl.int32)
-            last = gl.load(cu_seqlens + n + 1, mask=n < num_sequences, other=0).to(gl.int32)
             reached = (first // unit + n <= slot) & (n < num_sequences)
-            # Offsets rise, so the greatest of those reached are the sequence's own: no second trip to memory.
             before += gl.sum(reached.to(gl.int32), 0)
-            begin = gl.maximum(begin, gl.max(gl.where(reached, first, 0), 0))
-            end = gl.maximum(end, gl.max(gl.where(reached, last, 0), 0))
+            if ONE_TRIP:
+                last = gl.load(cu_seqlens + n + 1, mask=n < num_sequences, other=0).to(gl.int32)
+                begin = gl.maximum(begin, gl.max(gl.where(reached, first, 0), 0))
+                end = gl.maximum(end, gl.max(gl.where(reached, last, 0), 0))
         n = before - 1
+        if not ONE_TRIP:
+            begin = gl.load(cu_seqlens + n).to(gl.int32)
+            end = gl.load(cu_seqlens + n + 1).to(gl.int32)
         length = end - begin
         within = slot - (begin // unit + n)
         chunk_slot = begin // 64 + n

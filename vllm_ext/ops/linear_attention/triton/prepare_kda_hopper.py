@@ -212,7 +212,9 @@ def prepare_kda_hopper_kernel(
     let_dependents_launch()
     place = gl.program_id(0) // value_heads
     head = gl.program_id(0) % value_heads
-    _, begin, length, chunk, _ = sequence_of_slot(cu_seqlens, first_slot + place, num_sequences, num_tokens, 64, PACKED)
+    _, begin, length, chunk, _ = sequence_of_slot(
+        cu_seqlens, first_slot + place, num_sequences, num_tokens, 64, PACKED, ONE_TRIP=False
+    )
     count = length - chunk * 64
     if count <= 0:
         return
