@@ -147,7 +147,7 @@ class Machine:
     """Memory, barriers, and the names a kernel's module looks up."""
 
     def __init__(self, warps: int = 4) -> None:
-        self.warps, self.program, self.programs = warps, 0, 1
+        self.warps, self.program = warps, 0
         self.memory: list[torch.Tensor] = []
         self.changed = threading.Condition()
         self.barriers: dict[int, SimpleNamespace] = {}
@@ -162,7 +162,6 @@ class Machine:
         """The kernel's programs, tensors as pointers."""
         self.memory.clear()
         given = [self.pointer(x) if isinstance(x, torch.Tensor) else x for x in operands]
-        self.programs = programs
         for self.program in range(programs):
             self.barriers.clear()
             kernel(*given, **constants)
@@ -271,7 +270,6 @@ class Machine:
             int16=torch.int16,
             pointer_type=lambda element: SimpleNamespace(element_ty=element),
             program_id=lambda axis: Value(self.program),
-            num_programs=lambda axis: Value(self.programs),
             num_warps=lambda: self.warps,
             static_range=range,
             arange=lambda start, stop, layout=None: Value(torch.arange(start, stop)),

@@ -70,9 +70,9 @@ def prepare(
     if op == "gdn":
         w |= {"queries": q.flatten(1), "keys": k.flatten(1), "factors": empty(256, dtype=torch.float32)}
         machine.run(
-            kernels.prepare_gdn_hopper.prepare_gdn_hopper_kernel, min(3, programs // together), tiles(w["queries"], 64, dim),
+            kernels.prepare_gdn_hopper.prepare_gdn_hopper_kernel, programs // together, tiles(w["queries"], 64, dim),
             tiles(w["keys"], 64, dim), g, beta, bounds, tiles(w["inverse"]), tiles(w["scores"]), w["factors"],
-            *counts, first, programs // together, g.stride(0), beta.stride(0), g.stride(1), beta.stride(1), **common, HEADS=together,
+            *counts, first, g.stride(0), beta.stride(0), g.stride(1), beta.stride(1), **common, HEADS=together,
         )  # fmt: skip
         return w
     w |= {"keys": empty(64, dim), "queries": empty(64, dim), "tails": empty(64, dim)}

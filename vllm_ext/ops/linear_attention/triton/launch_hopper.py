@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,9 +27,6 @@ _SHARED_BYTES = 227 * 1024
 REGISTERS = {("gdn", 1): 128, ("gdn", 2): 128, ("kda", 1): 128, ("inverse", 1): 96, ("inverse", 2): 128}
 # From so many chunks of heads on, which are two rounds of programs, a program prepares two heads.
 _LEAST_PAIRS = 1024
-# Programs that prepare GDN's chunks stay and take turns when there is this many times the work that fills the GPU.
-_LEAST_ROUNDS = 2
-_RESIDENT = 4
 # Up to so many chunks of heads a launch starts while the one before it ends; more of them fill the GPU either way, and
 # programs that wait for their turn take room from those that do not.
 _MOST_DEPENDENT = 8192
@@ -46,11 +42,6 @@ def stages(key_dim: int, groups: int, kda: bool) -> int:
     keys = 128 * key_dim * (3 if kda else 2)
     stage = keys + 2 * 8192 + 8192 * groups + (4 * key_dim if kda else 1024)
     return min(_MOST_STAGES, (_SHARED_BYTES - 8192 * groups - 512) // stage)
-
-
-@functools.lru_cache(maxsize=64)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _together(heads: int, chunks: int) -> int:
@@ -82,11 +73,9 @@ def prepare_gdn(
     inverse, scores, factors = results
     keys = [CHUNK, constants["K"]]
     heads = _together(counts[4], grid[0])
-    items = grid[0] // heads
-    resident = _RESIDENT * _multiprocessors(q.device)
-    prepare_gdn_hopper_kernel[(items if items < _LEAST_ROUNDS * resident else resident,)](
+    prepare_gdn_hopper_kernel[(grid[0] // heads,)](
         descriptor(q.flatten(1), keys), descriptor(k.flatten(1), keys), g, beta, cu_seqlens, _square(inverse),
-        _square(scores), factors, *counts, first_slot, items, *steps[2:4], *steps[6:], **constants,
+        _square(scores), factors, *counts, first_slot, *steps[2:4], *steps[6:], **constants,
         HEADS=heads, num_warps=4, maxnreg=REGISTERS["gdn", heads],
     )  # fmt: skip
 

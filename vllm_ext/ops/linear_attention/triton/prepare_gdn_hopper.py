@@ -32,7 +32,7 @@ from vllm_ext.ops.linear_attention.triton.hopper import (
 from vllm_ext.ops.linear_attention.triton.inverse_hopper import assemble, halves_of, keep_diagonal, room, solve_diagonal
 
 # One compiled kernel serves every count.
-_UNSPECIALIZED = ["num_sequences", "num_tokens", "value_heads", "heads_a_key", "first_slot", "items"]
+_UNSPECIALIZED = ["num_sequences", "num_tokens", "value_heads", "heads_a_key", "first_slot"]
 
 
 @gluon.jit
@@ -43,8 +43,8 @@ def norm_factor(products, diagonal):
 
 @gluon.jit
 def _read_gates(g, beta, token, count, g_token, beta_token, g_head, beta_head, head, HEADS: gl.constexpr):
-    """[2 HEADS, 64]: for every head its gates, in powers of 2, and then for every head its betas. A row is read by one
-    warp.
+    """Rows of 64 numbers: for every head the sums of its gates, in powers of 2, and then for every head its betas. Each
+    is read by one warp.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
     which = gl.arange(0, 2 * HEADS, gl.SliceLayout(1, layout))[:, None]
@@ -54,30 +54,8 @@ def _read_gates(g, beta, token, count, g_token, beta_token, g_head, beta_head, h
     at_beta = beta + (token + at).to(gl.int64) * beta_token + own * beta_head
     step = gl.load(at_g, mask=(which < HEADS) & (at < count), other=0.0).to(gl.float32)
     size = gl.load(at_beta, mask=(which >= HEADS) & (at < count), other=0.0).to(gl.float32)
-    return gl.where(which < HEADS, gl.maximum(step, LEAST_STEP) * LOG2_E, size)
-
-
-@gluon.jit
-def _sums_of_gates(numbers, HEADS: gl.constexpr):
-    """What `_read_gates` has read, with the sums of gates up to each token, one row after the other."""
-    layout: gl.constexpr = numbers.type.layout
-    which = gl.arange(0, 2 * HEADS, gl.SliceLayout(1, layout))[:, None]
-    return gl.where(which < HEADS, gl.associative_scan(numbers, 1, add), numbers).reshape([128 * HEADS])
-
-
-@gluon.jit
-def _first_at(slot, cu_seqlens, num_sequences, num_tokens, PACKED: gl.constexpr):
-    """First token of a slot's chunk, and how many tokens there are from it on; none or fewer for nobody's slot."""
-    _, begin, length, chunk, _ = sequence_of_slot(cu_seqlens, slot, num_sequences, num_tokens, 64, PACKED)
-    return begin + chunk * 64, length - chunk * 64
-
-
-@gluon.jit
-def _fetch(k, q, k_tile, q_tile, arrived, token, key_head):
-    K: gl.constexpr = k_tile.shape[1]
-    mbarrier.expect(arrived, 256 * K)
-    tma.async_copy_global_to_shared(k, [token, key_head * K], arrived, k_tile)
-    tma.async_copy_global_to_shared(q, [token, key_head * K], arrived, q_tile)
+    total = gl.associative_scan(gl.maximum(step, LEAST_STEP) * LOG2_E, 1, add)
+    return gl.where(which < HEADS, total, size).reshape([128 * HEADS])
 
 
 @gluon.jit
@@ -97,23 +75,78 @@ def factor_rows(totals, norms, scale, NORMALISE: gl.constexpr):
     return exp2(exponent) * factor
 
 
-@gluon.jit
-def _prepare(tiles, outputs, out, count, scale, NORMALISE: gl.constexpr, HEADS: gl.constexpr):
-    """Of the keys and queries of a chunk, which are there, what its heads need. The copy engine is left to read the
-    inverses, and all else is free.
+@gluon.jit(do_not_specialize=_UNSPECIALIZED)
+def prepare_gdn_hopper_kernel(
+    q,
+    k,
+    g,
+    beta,
+    cu_seqlens,
+    inverse,
+    scores,
+    factors,
+    scale,
+    num_sequences,
+    num_tokens,
+    value_heads,
+    heads_a_key,
+    first_slot,
+    g_token,
+    beta_token,
+    g_head,
+    beta_head,
+    K: gl.constexpr,
+    NORMALISE: gl.constexpr,
+    PACKED: gl.constexpr,
+    HEADS: gl.constexpr,
+):
+    """Tiles by descriptors: q and k [tokens, heads K], inverse and scores [slots value_heads 64, 64]. Grid: groups of
+    HEADS value heads, which share a key head, within slots of 64 tokens from first_slot on; on four warps.
     """
-    k_tile, q_tile, matrices, weight_tiles, first_tiles, second_tiles, blocks, solved, vectors, norms = tiles
-    inverse, scores, factors = outputs
-    dtype: gl.constexpr = k_tile.dtype
-    K: gl.constexpr = k_tile.shape[1]
+    let_dependents_launch()
+    groups = value_heads // HEADS
+    place = gl.program_id(0) // groups
+    head = gl.program_id(0) % groups * HEADS
+    _, begin, length, chunk, _ = sequence_of_slot(cu_seqlens, first_slot + place, num_sequences, num_tokens, 64, PACKED)
+    count = length - chunk * 64
+    if count <= 0:
+        return
+    dtype: gl.constexpr = k.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
     by_column: gl.constexpr = gl.SliceLayout(0, layout)
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    token = begin + chunk * 64
+    out = place * value_heads + head
+    # Keys and queries make room for the matrices and the scores as soon as they are multiplied, the diagonal blocks for
+    # the first tiles and the scores for the second: four programs find room on a multiprocessor.
+    tiles = gl.allocate_shared_memory(gl.float16, [128, 64], inverse.layout)
+    weight_tiles = gl.allocate_shared_memory(dtype, [128, 64], scores.layout)
+    first_tiles = room(HEADS)
+    k_tile = tiles._reinterpret(dtype, [64, K], k.layout)
+    q_tile = weight_tiles._reinterpret(dtype, [64, K], q.layout)
+    second_tiles = halves_of(weight_tiles._reinterpret(gl.float16, [128, 64], inverse.layout), HEADS)
+    tiles = halves_of(tiles, HEADS)
+    blocks = first_tiles[0]._reinterpret(gl.float16, [4 * HEADS, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    solved = gl.allocate_shared_memory(gl.float16, [64 * HEADS, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    vectors = gl.allocate_shared_memory(gl.float32, [128 * HEADS], vector)
+    norms = gl.allocate_shared_memory(gl.float32, [128], vector)
+    arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(arrived, count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.expect(arrived, 256 * K)
+    key_column = head // heads_a_key * K
+    tma.async_copy_global_to_shared(k, [token, key_column], arrived, k_tile)
+    tma.async_copy_global_to_shared(q, [token, key_column], arrived, q_tile)
+    vectors.store(_read_gates(g, beta, token, count, g_token, beta_token, g_head, beta_head, head, HEADS))
     row = gl.arange(0, 64, by_row)[:, None]
     column = gl.arange(0, 64, by_column)[None, :]
     of_factors: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
     number = gl.arange(0, 4, gl.SliceLayout(1, of_factors))[:, None] * 64
     number += gl.arange(0, 64, gl.SliceLayout(0, of_factors))[None, :]
+
+    mbarrier.wait(arrived, 0)
     if count < 64:
         zero_past(k_tile, count, 64, K)
         zero_past(q_tile, count, 64, K)
@@ -132,8 +165,6 @@ def _prepare(tiles, outputs, out, count, scale, NORMALISE: gl.constexpr, HEADS: 
         norms.slice(0, 64).store(norm_factor(coupling, row == column))
     else:
         asked = asked * scale
-    # Nobody reads keys and queries any more, nor the copy engine the inverses of the chunk before.
-    tma.store_wait(0)
     gl.thread_barrier()
     for h in gl.static_range(HEADS):
         totals = vectors.slice(64 * h, 64)
@@ -148,7 +179,7 @@ def _prepare(tiles, outputs, out, count, scale, NORMALISE: gl.constexpr, HEADS: 
             weights = asked * between
         weight_tiles.slice(64 * h, 64).store(weights.to(dtype))
         matrix = to_half(coupling * between * row_size[:, None])
-        matrices[h].store(matrix)
+        tiles[h].store(matrix)
         keep_diagonal(matrix, blocks.slice(4 * h, 4))
         at_factors = factors + (out + h).to(gl.int64) * 256 + number
         gl.store(at_factors, factor_rows(totals, norms, scale, NORMALISE))
@@ -159,89 +190,9 @@ def _prepare(tiles, outputs, out, count, scale, NORMALISE: gl.constexpr, HEADS: 
     solve_diagonal(blocks, solved)
     tma.store_wait(0)
     gl.thread_barrier()
-    assemble(solved, matrices, first_tiles, second_tiles, vectors.slice(64 * HEADS, 64 * HEADS), layout)
+    assemble(solved, tiles, first_tiles, second_tiles, vectors.slice(64 * HEADS, 64 * HEADS), layout)
     fence_async_shared()
     gl.thread_barrier()
     for h in gl.static_range(HEADS):
         tma.async_copy_shared_to_global(inverse, [(out + h) * 64, 0], first_tiles[h])
-
-
-@gluon.jit(do_not_specialize=_UNSPECIALIZED)
-def prepare_gdn_hopper_kernel(
-    q,
-    k,
-    g,
-    beta,
-    cu_seqlens,
-    inverse,
-    scores,
-    factors,
-    scale,
-    num_sequences,
-    num_tokens,
-    value_heads,
-    heads_a_key,
-    first_slot,
-    items,
-    g_token,
-    beta_token,
-    g_head,
-    beta_head,
-    K: gl.constexpr,
-    NORMALISE: gl.constexpr,
-    PACKED: gl.constexpr,
-    HEADS: gl.constexpr,
-):
-    """Tiles by descriptors: q and k [tokens, heads K], inverse and scores [slots value_heads 64, 64]. Programs take
-    turns with the `items`, groups of HEADS value heads, which share a key head, within slots of 64 tokens from
-    first_slot on; on four warps.
-    """
-    let_dependents_launch()
-    groups = value_heads // HEADS
-    dtype: gl.constexpr = k.dtype
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    # Keys and queries make room for the matrices and the scores as soon as they are multiplied, the diagonal blocks for
-    # the first tiles and the scores for the second: four programs find room on a multiprocessor.
-    matrix_space = gl.allocate_shared_memory(gl.float16, [128, 64], inverse.layout)
-    weight_tiles = gl.allocate_shared_memory(dtype, [128, 64], scores.layout)
-    first_tiles = room(HEADS)
-    k_tile = matrix_space._reinterpret(dtype, [64, K], k.layout)
-    q_tile = weight_tiles._reinterpret(dtype, [64, K], q.layout)
-    second_tiles = halves_of(weight_tiles._reinterpret(gl.float16, [128, 64], inverse.layout), HEADS)
-    matrices = halves_of(matrix_space, HEADS)
-    blocks = first_tiles[0]._reinterpret(gl.float16, [4 * HEADS, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    solved = gl.allocate_shared_memory(gl.float16, [64 * HEADS, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    vectors = gl.allocate_shared_memory(gl.float32, [128 * HEADS], vector)
-    norms = gl.allocate_shared_memory(gl.float32, [128], vector)
-    arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(arrived, count=1)
-    fence_async_shared()
-    gl.thread_barrier()
-    tiles = (k_tile, q_tile, matrices, weight_tiles, first_tiles, second_tiles, blocks, solved, vectors, norms)
-    item = gl.program_id(0)
-    head = item % groups * HEADS
-    token, count = _first_at(first_slot + item // groups, cu_seqlens, num_sequences, num_tokens, PACKED)
-    numbers = _read_gates(g, beta, token, count, g_token, beta_token, g_head, beta_head, head, HEADS)
-    if count > 0:
-        _fetch(k, q, k_tile, q_tile, arrived, token, head // heads_a_key)
-    phase = 0
-    while item < items:
-        length = count
-        out = item // groups * value_heads + head
-        # The next one's gates come while this one is prepared; its keys and queries when there is room for them.
-        item += gl.num_programs(0)
-        head = item % groups * HEADS
-        slot = first_slot + gl.minimum(item, items - 1) // groups
-        token, count = _first_at(slot, cu_seqlens, num_sequences, num_tokens, PACKED)
-        count = gl.where(item < items, count, 0)
-        vectors.store(_sums_of_gates(numbers, HEADS))
-        numbers = _read_gates(g, beta, token, count, g_token, beta_token, g_head, beta_head, head, HEADS)
-        if length > 0:
-            mbarrier.wait(arrived, phase)
-            phase = phase ^ 1
-            _prepare(tiles, (inverse, scores, factors), out, length, scale, NORMALISE, HEADS)
-        else:
-            gl.thread_barrier()
-        if count > 0:
-            _fetch(k, q, k_tile, q_tile, arrived, token, head // heads_a_key)
     tma.store_wait(0)
