@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from vllm_ext.benchmarks.request_mix_comparison import Comparison, Judge, Tolerance, replaced_kernels
@@ -42,9 +43,14 @@ REFUSED_LENGTH = 13
 
 def refuse(**call: Any) -> dict[str, Any]:
     """A kernel that cannot do sequences of `REFUSED_LENGTH` tokens."""
+    return refuse_length(REFUSED_LENGTH, **call)
+
+
+def refuse_length(length: int, **call: Any) -> dict[str, Any]:
+    """A kernel that cannot do sequences of so many tokens."""
     lengths = call["cu_seqlens"].diff().tolist()
-    if REFUSED_LENGTH in lengths:
-        raise ValueError(f"refused for a check: sequences of {lengths} tokens, among them one of {REFUSED_LENGTH}")
+    if length in lengths:
+        raise ValueError(f"refused for a check: sequences of {lengths} tokens, among them one of {length}")
     return call
 
 
@@ -107,6 +113,26 @@ def judge_refusal(
         wrong.append(f"the message names no way out: {refused.stop_reason}")
     comparison.add(right[:2] + right[3:], answers[:2] + answers[3:], tolerance)
     return wrong + comparison.failures
+
+
+def check_refused_block(engine: MixEngine) -> list[str]:
+    """What is wrong where the refused chunk is a whole block, which prefix caching would keep.
+
+    A later request that begins with the block must not continue from it: it is refused for the same chunk.
+    """
+    source, block = random.Random(11), engine.mamba_block_size()
+    shared, first, second = (tuple(source.randrange(256) for _ in range(size)) for size in (block, 5, 9))
+    mix = Mix((MixRequest(shared + first, 4, 0), MixRequest(shared + second, 4, 3)), 2 * block)
+    right = engine.run(mix)
+    with wrong_kernel(engine, partial(refuse_length, block)):
+        answers = engine.run(mix)
+    wrong = [
+        f"request {index} fails unrefused" for index, answer in enumerate(right) if answer.finish_reason == "error"
+    ]
+    for index, answer in enumerate(answers):
+        if answer.finish_reason != "error":
+            wrong.append(f"request {index} was answered from a block that no kernel filled ({answer.finish_reason})")
+    return wrong
 
 
 def check_refusal(engine: MixEngine, tolerance: Tolerance) -> list[str]:

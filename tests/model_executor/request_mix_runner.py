@@ -225,6 +225,7 @@ def refusals(mixes: Mixes) -> dict[str, list[str]]:
     from vllm_ext.benchmarks import request_mix_faults as faults
 
     wrong = {name: faults.check_refusal(mixes.pairs[name][1], mixes.tolerance) for name in ("plain", "prefix")}
+    wrong["prefix"] += faults.check_refused_block(mixes.pairs["prefix"][1])
     ahead = start(mixes.model, attention_backend="ha_npu", async_scheduling=True, **CONFIGURATIONS["prefix"])
     wrong["asynchronous"] = faults.check_refusal(ahead, mixes.tolerance)
     fallback = start(

@@ -80,6 +80,23 @@ def test_sequences_beside_a_refused_one_are_answered_as_ever(call, monkeypatch):
     torch.testing.assert_close(contained_state[1], call["initial_state"][1])  # an empty sequence keeps its state
 
 
+@pytest.mark.parametrize("fallback", [True, False])
+def test_a_layer_warns_once_however_often_its_kernel_refuses(call, monkeypatch, fallback):
+    """Two layers, each called twice: a log of a line a step would bury what else happens."""
+    monkeypatch.setattr("vllm_ext.model_executor.linear_attention.chunk_gated_delta_rule", refusing(70))
+    monkeypatch.setattr(prefill_module, "rows_in_this_step", lambda layer, sequences: [0, 1, 2, 3])
+    warnings = []
+    monkeypatch.setattr(prefill_module.logger, "warning", lambda text, *parts: warnings.append(text % parts))
+    for layer in ("model.layers.4", "model.layers.5"):
+        op = GatedDeltaRulePrefill(LayerPrefill(layer, "gdn", fallback), lambda **call: (call["v"], None))
+        for _ in range(2):
+            op(**call)
+    failures.STEP.take()
+    assert [line.partition(":")[0] for line in warnings] == ["model.layers.4", "model.layers.5"]
+    told = "vLLM's own kernel takes over" if fallback else "only the requests concerned end"
+    assert all("refused for a test" in line and told in line for line in warnings)
+
+
 def test_a_gate_that_lets_states_grow_ends_its_own_request(call, monkeypatch):
     """What a broken checkpoint would make: no shape is wrong, and the operator refuses the values of one sequence."""
     call["g"][:, 100, 1] = 0.25
