@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -94,7 +95,8 @@ def _join_world() -> None:
 
     if not torch.distributed.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        distributed.init_distributed_environment(1, 0, "tcp://127.0.0.1:29741", 0, backend)
+        meeting = Path(tempfile.mkdtemp()) / "world"  # a port might be another program's
+        distributed.init_distributed_environment(1, 0, f"file://{meeting}", 0, backend)
         distributed.initialize_model_parallel(1)
 
 
