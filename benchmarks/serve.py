@@ -289,7 +289,8 @@ def _end(number: int, frame: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print and record; 1 where an arm is refused or does not start."""
     folder = args.workdir or Path(tempfile.mkdtemp(prefix="vllm_ext_serve_"))
-    options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    # Where a run kept its files says nothing about what it measured.
+    options = {name: value for name, value in vars(args).items() if name not in ("workdir", "output_dir")}
     described = describe_run()
     servings = []
     for name in args.shape:

@@ -228,12 +228,14 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; see the module."""
     from importlib.metadata import version
 
+    from vllm_ext.benchmarks.registry import describe_run
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--only", nargs="+", help="names of families; the others keep their rows")
     args = parser.parse_args(argv)
     document: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"families": {}}
-    document |= {"vllm": version("vllm"), "where": "CPU"}
+    document |= {"vllm": version("vllm"), "where": "CPU", "run": describe_run()}
     for family in FAMILIES:
         if args.only and family.name not in args.only:
             continue
