@@ -1,9 +1,11 @@
-"""Temperature and clocks of the GPU beside a measurement: what tells a warm run from a cold one."""
+"""Temperature and clocks of the GPU beside a measurement, what tells a warm run from a cold one; and its memory."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+
+import torch
 
 _FIELDS = {
     "temperature_c": "temperature.gpu",
@@ -30,3 +32,13 @@ def readings(index: int = 0) -> dict[str, float]:
         except ValueError:
             continue
     return found
+
+
+def memory_used() -> float | None:
+    """Bytes of the GPU that are taken, those of its driver too; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return float(total - free)

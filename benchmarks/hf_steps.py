@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from vllm_ext.benchmarks.ab import device
-from vllm_ext.benchmarks.gpu_readings import readings
+from vllm_ext.benchmarks.gpu_readings import memory_used, readings
 from vllm_ext.benchmarks.hf_arms import ARMS, Switch, check_counts
 from vllm_ext.benchmarks.hf_model import SIZES, random_model
 from vllm_ext.benchmarks.registry import Benchmark, CheckFailed
@@ -265,7 +265,7 @@ def host_microseconds(switch: Switch, given: Sequence[tuple[torch.Tensor, ...]])
     for name in ("stock", "experts-launched", "experts", "free"):
         switch.to(ARMS[name])
         layers = [layer.experts for layer in switch.model.model.decoder.layers]
-        before = _memory_used()
+        before = memory_used()
         times = []
         with torch.no_grad():
             for turn in range(12):
@@ -278,23 +278,9 @@ def host_microseconds(switch: Switch, given: Sequence[tuple[torch.Tensor, ...]])
                     torch.cuda.synchronize()
         row: dict[str, Any] = {"arm": name, "us": statistics.median(times)}
         if name == "experts" and before is not None:
-            row["recording_mb"] = ((_memory_used() or 0) - before) / 1e6
+            row["recording_mb"] = ((memory_used() or 0) - before) / 1e6
         rows.append(row)
     return rows
-
-
-def _memory_used() -> float | None:
-    """Bytes of the GPU that are taken, those of its driver too."""
-    if device().type != "cuda":
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return float(total - free)
-
-
-def _owned(module: torch.nn.Module) -> bool:
-    return next(module.buffers(), None) is not None or next(module.parameters(), None) is not None
 
 
 _BOUNDS = {
