@@ -26,7 +26,8 @@ from vllm_ext.benchmarks.moe_common import graph_milliseconds, matrix_rate, memo
 from vllm_ext.benchmarks.registry import Benchmark, CheckFailed
 
 from vllm_ext.ops.linear_attention.problem import Call
-from vllm_ext.ops.linear_attention.triton.backend import Sizes, prepare, recur
+from vllm_ext.ops.linear_attention.triton.backend import prepare, recur
+from vllm_ext.ops.linear_attention.triton.chunks import Sizes
 from vllm_ext.ops.linear_attention.triton.plan import map_prefill
 
 TOLERANCE = 6e-3

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from vllm_ext.ops.linear_attention.problem import Call
 from vllm_ext.ops.linear_attention.triton import backend
+from vllm_ext.ops.linear_attention.triton.chunks import Sizes
 from vllm_ext.ops.linear_attention.triton.plan import CHUNK, COLUMNS, HEAD, SEGMENTS, Mapping, map_prefill
 from vllm_ext.ops.linear_attention.triton.slots import slot_count
 
@@ -57,7 +58,7 @@ def test_parts_are_all_chunks_and_small(monkeypatch: pytest.MonkeyPatch, op: str
         q=x, k=x, v=x, g=x, beta=x[..., 0], scale=1.0, initial_state=None, output_final_state=True, cu_seqlens=bounds,
         use_qk_l2norm_in_kernel=False, state_v_first=True,
     )  # fmt: skip
-    sizes = backend.Sizes(len(lengths), tokens, True, heads, heads, 128, 128)
+    sizes = Sizes(len(lengths), tokens, True, heads, heads, 128, 128)
     monkeypatch.setattr(backend, "_hopper", lambda *_: object())
     monkeypatch.setattr(backend, "_MOST_BYTES", 2**20)
     parts = backend._parts(call, op, sizes, Mapping(COLUMNS, 64, None))

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 import triton
 
 from vllm_ext.ops.linear_attention.problem import Call, Problem
+from vllm_ext.ops.linear_attention.triton.chunks import Chunks, Sizes
 from vllm_ext.ops.linear_attention.triton.plan import CHUNK, Mapping, map_prefill
 from vllm_ext.ops.linear_attention.triton.prepare_gdn import prepare_gdn_kernel
 from vllm_ext.ops.linear_attention.triton.prepare_kda import prepare_kda_kernel
@@ -58,31 +58,6 @@ def chunk_gated_delta_rule(call: Call) -> tuple[torch.Tensor, torch.Tensor | Non
 def chunk_kda(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `interface.chunk_kda`."""
     return run(call, "kda")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """num_tokens is of all sequences if packed, else of one."""
-
-    num_sequences: int
-    num_tokens: int
-    packed: bool
-    heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """What the recurrence reads of every chunk, as `recurrence_kernel` describes; tails is None for GDN."""
-
-    queries: torch.Tensor
-    keys: torch.Tensor
-    tails: torch.Tensor | None
-    inverse: torch.Tensor
-    scores: torch.Tensor
-    factors: torch.Tensor
 
 
 def run(call: Call, op: str, mapping: Mapping | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:

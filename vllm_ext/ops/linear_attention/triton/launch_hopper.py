@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_ext.ops.linear_attention.problem import Call
+from vllm_ext.ops.linear_attention.triton.chunks import Chunks, Sizes
 from vllm_ext.ops.linear_attention.triton.hopper import descriptor
 from vllm_ext.ops.linear_attention.triton.inverse_hopper import invert_hopper_kernel
 from vllm_ext.ops.linear_attention.triton.plan import CHUNK
 from vllm_ext.ops.linear_attention.triton.prepare_gdn_hopper import prepare_gdn_hopper_kernel
 from vllm_ext.ops.linear_attention.triton.prepare_kda_hopper import prepare_kda_hopper_kernel
 from vllm_ext.ops.linear_attention.triton.recurrence_hopper import recurrence_hopper_kernel
-
-if TYPE_CHECKING:
-    from vllm_ext.ops.linear_attention.triton.backend import Chunks, Sizes
 
 KEY_DIMS = (64, 128)
 WIDEST_BLOCK = 128
