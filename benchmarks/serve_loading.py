@@ -58,11 +58,8 @@ def _anonymous_bytes() -> int:
     return 0
 
 
-def load(model: str, options: dict[str, Any], meeting: Path) -> dict[str, float]:
-    """Load one model in this process and let it go; seconds, and GiB on the device and in the process's own memory.
-
-    meeting: a file that is not there yet, by which PyTorch makes this process a world of one.
-    """
+def load(model: str, options: dict[str, Any]) -> dict[str, float]:
+    """Load one model in this process and let it go; seconds, and GiB on the device and in the process's own memory."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
@@ -74,7 +71,7 @@ def load(model: str, options: dict[str, Any], meeting: Path) -> dict[str, float]
     engine = EngineArgs(model=model, skip_tokenizer_init=True, enforce_eager=True, max_model_len=1024, **options)
     config = engine.create_engine_config()
     with set_current_vllm_config(config):
-        _join_world(meeting)
+        _join_world()
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -91,13 +88,13 @@ def load(model: str, options: dict[str, Any], meeting: Path) -> dict[str, float]
     return found
 
 
-def _join_world(meeting: Path) -> None:
+def _join_world() -> None:
     import torch
     from vllm import distributed
 
     if not torch.distributed.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        distributed.init_distributed_environment(1, 0, f"file://{meeting}", 0, backend)
+        distributed.init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, backend)
         distributed.initialize_model_parallel(1)
 
 
@@ -122,7 +119,7 @@ def measure_loading(paths: dict[str, Path], folder: Path, timeout: float = 240) 
 
 def _load_into(path: str, model: str, options: dict[str, Any]) -> None:
     try:
-        row: dict[str, Any] = dict(load(model, options, Path(path).with_suffix(".world")))
+        row: dict[str, Any] = dict(load(model, options))
     except Exception as error:
         traceback.print_exc()
         row = {"failed": f"{type(error).__name__}: {error}"[:500]}
@@ -144,7 +141,6 @@ def main(spec_path: str, result_path: str) -> None:
             continue
         one = Path(result_path).with_suffix(".one")
         one.unlink(missing_ok=True)
-        one.with_suffix(".world").unlink(missing_ok=True)
         process = fork.Process(target=_load_into, args=(str(one), paths[checkpoint], options))
         process.start()
         process.join()
