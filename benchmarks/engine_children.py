@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 from importlib.util import find_spec
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +16,26 @@ _FIRST, _COUNT, _EACH = 12000, 500, 40
 
 
 def begin(log: Path | str) -> None:
-    """Send this process's output to `log`, and have its engine search from a port of its own, by the process id.
+    """Make this process a group of its own, which `end` ends, and send its output to `log`; have its engine search from
+    a port of its own, by the process id.
 
     vLLM asks the system for a free port, lets go of it and opens it later. Of engines started together two got the
     same: one ended because the address was in use, others waited for a store that was not theirs until they were ended.
     """
+    os.setsid()
     with open(log, "w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ["VLLM_PORT"] = str(_FIRST + os.getpid() % _COUNT * _EACH)
+
+
+def end(process: BaseProcess) -> None:
+    """End a process that has begun, with all that it has started: ranks left alone go on using the GPU."""
+    if process.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
 
 
 def inspect_models_in_process() -> None:

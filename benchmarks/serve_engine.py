@@ -7,19 +7,17 @@ processes at once takes longer than all else that an engine does before it is re
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import random
 import shutil
-import signal
 import time
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from vllm_ext.benchmarks.engine_children import PRELOAD, begin, inspect_models_in_process
+from vllm_ext.benchmarks.engine_children import PRELOAD, begin, end, inspect_models_in_process
 
 Answer = dict[str, Any]
 OUR_METHOD = "w4a16-grouped"
@@ -132,7 +130,6 @@ def _inspect(models: list[str]) -> None:
 
 
 def _in_child(function: Any, arguments: tuple[Any, ...], log: str, environment: dict[str, str]) -> None:
-    os.setsid()
     begin(log)
     os.environ.update(environment)
     function(*arguments)
@@ -221,7 +218,4 @@ class EngineProcess:
         """End the engine: it stops when its requests end, and is killed with its own processes when it does not."""
         self.stop()
         self._process.join(timeout)
-        if self._process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.join()
+        end(self._process)

@@ -6,10 +6,8 @@ The server starts from a fresh interpreter, so a CUDA context of the caller is n
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
-import signal
 import sys
 import threading
 import time
@@ -18,7 +16,7 @@ from collections.abc import Callable
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
-from vllm_ext.benchmarks.engine_children import PRELOAD, begin, inspect_models_in_process
+from vllm_ext.benchmarks.engine_children import PRELOAD, begin, end, inspect_models_in_process
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -51,7 +49,6 @@ def start(
 
 
 def _logged(function: Callable[..., None], arguments: tuple[object, ...], log: Path, patience: float) -> None:
-    os.setsid()
     begin(log)
     timer = threading.Timer(patience, print_stacks)
     timer.daemon = True
@@ -75,12 +72,3 @@ def join(process: ForkServerProcess, deadline: float) -> None:
     """Wait until a monotonic time, then `end` the process."""
     process.join(max(0.5, deadline - time.monotonic()))
     end(process)
-
-
-def end(process: ForkServerProcess) -> None:
-    """End the process with all that it has started: ranks left alone go on using the GPU."""
-    if process.pid is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.join()

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import engine_processes
+from vllm_ext.benchmarks.engine_children import end, skip_autotuning
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (1, 5, 63, 64, 65, 130, 300, 700)
@@ -204,8 +205,6 @@ def child(engine: Engine, model: str, result: Path) -> None:
     """One engine's process: its answer, as JSON."""
     os.environ["VLLM_CACHE_ROOT"] = str(result.with_suffix(""))
     sys.path.insert(0, str(ROOT))
-    from vllm_ext.benchmarks.engine_children import skip_autotuning
-
     skip_autotuning()
     result.write_text(json.dumps(ask(engine, model)))
 
@@ -227,7 +226,7 @@ class Running:
         """The engine's answer once its process has ended or is past `deadline`, and killed then; None before."""
         if self.process.is_alive() and time.monotonic() < deadline:
             return None
-        engine_processes.end(self.process)
+        end(self.process)
         text = self.log.read_text(errors="replace")
         if not self.result.exists():
             telling = [line[-300:] for line in text.splitlines() if "Error" in line]
