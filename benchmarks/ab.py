@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from vllm_ext.benchmarks import prompts as questions
 from vllm_ext.benchmarks.gpu_readings import readings
-from vllm_ext.benchmarks.hf_arms import ARMS, Arm, Switch, check_counts
+from vllm_ext.benchmarks.hf_arms import ARMS, Arm, Switch, check_counts, check_runnable
 from vllm_ext.benchmarks.hf_model import SIZES, random_model
 from vllm_ext.benchmarks.registry import Benchmark, CheckFailed
 
@@ -137,9 +137,7 @@ class Runner:
 def check(args: argparse.Namespace) -> None:
     """The prompts, the model's configuration and its tokenizer can be read, and the arms are what they are called."""
     check_counts(max_new_tokens=args.max_new_tokens, steps=args.steps)
-    for name in (args.a, args.b):
-        if ARMS[name].needs_cuda and device().type != "cuda":
-            raise CheckFailed(f"{name}: CUDA graphs need a CUDA device, and torch sees none")
+    check_runnable((args.a, args.b))
     try:
         chosen = chosen_prompts(args)
         if args.model is not None:

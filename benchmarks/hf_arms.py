@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,6 +69,18 @@ ARMS = {
         replace(KIT, name="kit-no-projections", fused_layers=False, projections=False),
     )
 }
+
+
+def runnable(names: Sequence[str]) -> list[str]:
+    """The arms that are on this machine what they are called: without CUDA nothing is captured."""
+    return [name for name in names if torch.cuda.is_available() or not ARMS[name].needs_cuda]
+
+
+def check_runnable(names: Sequence[str]) -> None:
+    """Raises CheckFailed naming the arms that are not `runnable`."""
+    unable = [name for name in names if name not in runnable(names)]
+    if unable:
+        raise CheckFailed(f"{', '.join(unable)}: CUDA graphs need a CUDA device, and torch sees none")
 
 
 def check_counts(**counts: int | None) -> None:

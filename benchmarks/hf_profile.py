@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 from vllm_ext.benchmarks.ab import device
-from vllm_ext.benchmarks.hf_arms import ARMS, Switch, check_counts
+from vllm_ext.benchmarks.hf_arms import ARMS, Switch, check_counts, check_runnable
 from vllm_ext.benchmarks.hf_model import SIZES, random_model
-from vllm_ext.benchmarks.hf_steps import prompt_ids, runnable, step_milliseconds
-from vllm_ext.benchmarks.registry import Benchmark, CheckFailed
+from vllm_ext.benchmarks.hf_steps import prompt_ids, step_milliseconds
+from vllm_ext.benchmarks.registry import Benchmark
 
 from vllm_ext.integrations.quantized_experts import QuantizedExperts
 
@@ -140,9 +140,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def check(args: argparse.Namespace) -> None:
     """There is something to time, and this machine can run every arm."""
     check_counts(steps=args.steps)
-    unable = [name for name in args.arms if name not in runnable(args.arms)]
-    if unable:
-        raise CheckFailed(f"{', '.join(unable)}: CUDA graphs need a CUDA device, and torch sees none")
+    check_runnable(args.arms)
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:

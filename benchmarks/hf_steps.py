@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from vllm_ext.benchmarks.ab import device
 from vllm_ext.benchmarks.gpu_readings import memory_used, readings
-from vllm_ext.benchmarks.hf_arms import ARMS, Switch, check_counts
+from vllm_ext.benchmarks.hf_arms import ARMS, Switch, check_counts, check_runnable, runnable
 from vllm_ext.benchmarks.hf_model import SIZES, random_model
-from vllm_ext.benchmarks.registry import Benchmark, CheckFailed
+from vllm_ext.benchmarks.registry import Benchmark
 
 PROMPT_TOKENS = 128
 # Bytes a second of the machine the published experiment ran on (GB10), for the model by byte count.
@@ -311,12 +311,7 @@ def check(args: argparse.Namespace) -> None:
     """There is something to time, and an arm this machine can run."""
     check_counts(steps=args.steps, repeats=args.repeats)
     if not runnable(args.arms):
-        raise CheckFailed(f"{', '.join(args.arms)}: CUDA graphs need a CUDA device, and torch sees none")
-
-
-def runnable(names: Sequence[str]) -> list[str]:
-    """The arms that are on this machine what they are called: without CUDA nothing is captured."""
-    return [name for name in names if device().type == "cuda" or not ARMS[name].needs_cuda]
+        check_runnable(args.arms)
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
