@@ -50,58 +50,58 @@ def _tiles(rows: int, warps: int, stages: int, scaling: str, registers: int | No
     return (rows, warps, stages, scaling, registers, unroll, tiles, 0, False)
 
 
-def _streamed(rows: int, warps: int, programs: int, split: bool = False) -> _Tile:
+def streamed(rows: int, warps: int, programs: int, split: bool = False) -> _Tile:
     """Persistent programs, scales applied to sums."""
     return (rows, warps, 12, "sum", None, 1, 1, programs, split)
 
 
-def _wide(rows: int, warps: int, programs: int) -> _Tile:
+def wide(rows: int, warps: int, programs: int) -> _Tile:
     """Persistent programs, scales applied to codes."""
     return (rows, warps, 24, "operand", None, 1, 1, programs, False)
 
 
 _TILES: dict[int, tuple[_Tile, ...]] = {
     8: (
-        _streamed(64, 4, 4),
-        _streamed(64, 4, 4, True),
-        _streamed(128, 4, 3),
-        _streamed(128, 4, 4),
-        _streamed(128, 4, 4, True),
-        _streamed(256, 4, 2),
-        _streamed(256, 8, 2),
-        _streamed(256, 8, 2, True),
+        streamed(64, 4, 4),
+        streamed(64, 4, 4, True),
+        streamed(128, 4, 3),
+        streamed(128, 4, 4),
+        streamed(128, 4, 4, True),
+        streamed(256, 4, 2),
+        streamed(256, 8, 2),
+        streamed(256, 8, 2, True),
     ),
     16: (
         _tiles(64, 4, 4, "sum", None, 1, 1),
         _tiles(64, 4, 3, "sum", None, 2, 1),
         _tiles(128, 4, 4, "sum", 128, 1, 1),
         _tiles(128, 4, 4, "sum", 128, 1, 2),
-        _streamed(128, 4, 2),
-        _streamed(128, 4, 3),
-        _streamed(256, 4, 2),
-        _streamed(256, 8, 2),
+        streamed(128, 4, 2),
+        streamed(128, 4, 3),
+        streamed(256, 4, 2),
+        streamed(256, 8, 2),
     ),
     32: (
         _tiles(128, 4, 4, "sum", None, 1, 1),
         _tiles(128, 4, 3, "sum", 168, 1, 1),
-        _streamed(128, 4, 2),
-        _streamed(128, 4, 3),
-        _streamed(256, 8, 1),
-        _wide(128, 4, 2),
-        _wide(256, 8, 2),
+        streamed(128, 4, 2),
+        streamed(128, 4, 3),
+        streamed(256, 8, 1),
+        wide(128, 4, 2),
+        wide(256, 8, 2),
     ),
     64: (
         _tiles(128, 4, 3, "operand", 168, 1, 1),
         _tiles(256, 8, 3, "operand", 128, 1, 1),
-        _wide(128, 4, 2),
-        _wide(128, 8, 2),
-        _wide(256, 8, 1),
+        wide(128, 4, 2),
+        wide(128, 8, 2),
+        wide(256, 8, 1),
     ),
     128: (
         _tiles(128, 8, 3, "operand", 128, 1, 1),
         _tiles(256, 16, 3, "operand", 128, 1, 1),
-        _wide(128, 8, 1),
-        _wide(256, 8, 1),
+        wide(128, 8, 1),
+        wide(256, 8, 1),
     ),
 }
 

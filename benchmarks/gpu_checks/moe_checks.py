@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from vllm_ext.benchmarks.moe_common import SHAPES, Shape, random_experts, relative_error, routings
+from vllm_ext.benchmarks.tune_moe import streamed, wide
 
 from vllm_ext.ops.moe import fused_moe_w4a16, prepare_experts
 from vllm_ext.ops.moe.experts import CallOptions, PreparedExperts
@@ -28,12 +29,12 @@ from vllm_ext.quantization import QuantizedWeight
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1.5e-3}
 
 
-def _streamed(tokens: int, rows: int, warps: int, programs: int, split: bool = False) -> GemmConfig:
-    return GemmConfig(tokens, rows, warps, 12, programs=programs, split=split)
+def _streamed(tokens: int, *tile: int) -> GemmConfig:
+    return GemmConfig(tokens, *streamed(*tile))
 
 
-def _wide(tokens: int, rows: int, warps: int, programs: int) -> GemmConfig:
-    return GemmConfig(tokens, rows, warps, 24, "operand", programs=programs)
+def _wide(tokens: int, *tile: int) -> GemmConfig:
+    return GemmConfig(tokens, *wide(*tile))
 
 
 # The persistent kernels, asked for where a table would not.
