@@ -90,14 +90,20 @@ def _compile_candidates_in_threads() -> None:
     Autotuner.run = run
 
 
-def fla(op: str, call: dict[str, Any]) -> Call:
-    """fla-core's chunked kernels. Where FlashQLA is installed fla-core would hand the gated delta rule to it."""
+def fla_function(op: str) -> Callable[..., Any]:
+    """fla-core's own operator: where FlashQLA is installed it would hand the gated delta rule to that."""
     os.environ["FLA_FLASH_QLA"] = "0"
-    _compile_candidates_in_threads()
     if op == "gdn":
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as function
     else:
         from fla.ops.kda import chunk_kda as function
+    return function
+
+
+def fla(op: str, call: dict[str, Any]) -> Call:
+    """fla-core's chunked kernels."""
+    _compile_candidates_in_threads()
+    function = fla_function(op)
     lengths = {"cu_seqlens": call["cu_seqlens"].long(), "cu_seqlens_cpu": call["cu_seqlens"].long().cpu()}
     return lambda: function(**{**call, **lengths})
 

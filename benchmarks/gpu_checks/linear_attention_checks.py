@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import sys
 import traceback
 from dataclasses import dataclass, field
@@ -155,14 +154,9 @@ def check_case(case: Case, op: str) -> Result:
 
 
 def check_fla(op: str) -> Result:
-    """Our errors and fla-core's on the same inputs; its kernels run as they are first tried, whatever is fastest.
-
-    Where FlashQLA is installed fla-core would hand the gated delta rule to it.
-    """
-    os.environ["FLA_FLASH_QLA"] = "0"
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_gdn
-    from fla.ops.kda import chunk_kda as fla_kda
+    """Our errors and fla-core's on the same inputs; its kernels run as they are first tried, whatever is fastest."""
     from triton.runtime.autotuner import Autotuner
+    from vllm_ext.benchmarks.linear_attention_peers import fla_function
 
     candidates = Autotuner.prune_configs
     Autotuner.prune_configs = lambda *given: candidates(*given)[:1]
@@ -171,7 +165,7 @@ def check_fla(op: str) -> Result:
         call = operands(case, op)
         expected = FUNCTIONS[op](**wide(call), backend="cpu")
         ours = FUNCTIONS[op](**call)
-        theirs = (fla_gdn if op == "gdn" else fla_kda)(**{**call, "cu_seqlens": call["cu_seqlens"].long()})
+        theirs = fla_function(op)(**{**call, "cu_seqlens": call["cu_seqlens"].long()})
         errors = []
         for o, state in (ours, theirs):
             assert state is not None
