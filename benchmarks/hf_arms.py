@@ -11,9 +11,9 @@ from torch import nn
 from vllm_ext.benchmarks.registry import CheckFailed
 
 from vllm_ext.integrations.expert_layouts import weight_parameters
+from vllm_ext.integrations.expert_modules import find_experts
 from vllm_ext.integrations.layer_graphs import LayerGraphs
 from vllm_ext.integrations.quantized_experts import QuantizedExperts
-from vllm_ext.integrations.swap import find_experts
 from vllm_ext.integrations.transformers import Acceleration, Report, accelerate_generate, quantize_experts
 
 

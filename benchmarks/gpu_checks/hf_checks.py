@@ -27,7 +27,7 @@ from vllm_ext.benchmarks.registry import describe_run, write_json
 
 from vllm_ext.integrations.accelerate import _probe, accelerate_generate
 from vllm_ext.integrations.layer_graphs import LayerGraphs
-from vllm_ext.integrations.swap import quantize_experts
+from vllm_ext.integrations.transformers import quantize_experts
 from vllm_ext.ops.fused import confidence_argmax, probabilities, reference, token_statistics
 
 

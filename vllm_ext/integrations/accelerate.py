@@ -18,7 +18,8 @@ from vllm_ext.integrations.fused_layers import Watched, unsupported
 from vllm_ext.integrations.norms import Patch, patch_rms_norms
 from vllm_ext.integrations.prompt_encoder import PromptEncoder
 from vllm_ext.integrations.qkv import join_projections
-from vllm_ext.integrations.swap import Report, quantize_experts
+from vllm_ext.integrations.quantize import quantize_experts
+from vllm_ext.integrations.swap import Report
 
 logger = logging.getLogger(__name__)
 

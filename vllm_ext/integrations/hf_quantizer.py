@@ -20,8 +20,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from vllm_ext.integrations.expert_layouts import read_experts, weight_parameters
+from vllm_ext.integrations.expert_modules import find_experts, projection_names, put_in_place
 from vllm_ext.integrations.quantized_experts import OneExpert
-from vllm_ext.integrations.swap import find_experts, projection_names, put_in_place, quantize_experts
+from vllm_ext.integrations.swap import swap_experts
 from vllm_ext.quantization import QUANT_METHOD, QuantizedWeight, Scheme, join_quantized
 from vllm_ext.quantization.checkpoint import Checkpoint
 from vllm_ext.quantization.layouts import TIED_PREFIXES, W13
@@ -104,14 +105,8 @@ class W4A16Quantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         if not self.pre_quantized:
-            quantize_experts(
-                model,
-                group_sizes=(self.scheme.group_size_w13, self.scheme.group_size_w2),
-                ignore=self.scheme.ignore,
-                symmetric=self.scheme.symmetric,
-                zero_point=self.scheme.zero_point,
-                method=self.scheme.method,
-            )
+            swap_experts(model, self.scheme)
+            mark_quantized(model, self.scheme)
             return model
         folders = {Path(file).parent for file in self.files}
         if len(folders) != 1:

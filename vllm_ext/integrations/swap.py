@@ -1,43 +1,29 @@
-"""`quantize_experts`: the routed experts of a Hugging Face model in 4 bits, in place, layer by layer."""
+"""The routed experts of a Hugging Face model into 4 bits, in place, layer by layer, and what that changed."""
 
 from __future__ import annotations
 
 import logging
-import re
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from vllm_ext.integrations.expert_layouts import (
-    ExpertWeights,
-    check_readable,
-    expert_children,
-    is_experts,
-    read_experts,
-    weight_parameters,
+from vllm_ext.integrations.expert_layouts import check_readable, read_experts, weight_parameters
+from vllm_ext.integrations.expert_modules import (
+    find_experts,
+    projection_names,
+    put_in_place,
+    quantised_part,
+    text_config,
 )
-from vllm_ext.integrations.quantized_experts import (
-    BlockExperts,
-    DequantizingExperts,
-    JetMoeExperts,
-    LogitExperts,
-    OneExpert,
-    QuantizedExperts,
-    SortedExperts,
-)
-from vllm_ext.quantization import QuantizedWeight, Scheme
-from vllm_ext.quantization.layouts import TIED_PREFIXES, natural
+from vllm_ext.integrations.quantized_experts import QuantizedExperts
+from vllm_ext.quantization import Scheme
+from vllm_ext.quantization.layouts import TIED_PREFIXES
 from vllm_ext.quantization.names import is_ignored, is_routed_experts, unmatched
 from vllm_ext.quantization.progress import Progress
 
 logger = logging.getLogger(__name__)
-
-_CALLED = {"topk": QuantizedExperts, "sorted": SortedExperts, "blocks": BlockExperts, "logits": LogitExperts}
-_EXPERT_SOURCE = re.compile(r"experts\.(?:\*|\\d\+)\.(\w+)\.weight\$?$")
 
 
 @dataclass(frozen=True)
@@ -108,73 +94,30 @@ class Report:
         return "\n".join(lines)
 
 
-def find_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Every set of routed experts in 16 bits, by module name, in layer order."""
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if not inside and _is_routed(name, module) and is_experts(module):
-            found[name] = module
-    return dict(sorted(found.items(), key=lambda item: natural(item[0])))
+def packed_experts(model: nn.Module) -> list[str]:
+    """Names of the expert layers that are in 4 bits already."""
+    return [name for name, module in model.named_modules() if isinstance(module, QuantizedExperts)]
 
 
-def _is_routed(name: str, module: nn.Module) -> bool:
-    # JetMoE's mixture has no child that holds all of it; elsewhere the module is called "experts".
-    return is_routed_experts(name) or hasattr(module, "input_linear")
-
-
-def quantize_experts(
+def swap_experts(
     model: nn.Module,
+    scheme: Scheme,
     *,
-    group_sizes: tuple[int, int] = (128, 64),
-    ignore: Sequence[str] = (),
     backend: str = "auto",
     progress: bool = True,
-    symmetric: bool = False,
-    zero_point: str = "float",
-    method: str = "hqq",
     replay: bool = True,
+    earlier: Scheme | None = None,
 ) -> Report:
-    """Put the routed experts of a Hugging Face model into 4 bits, in place, and return what changed.
+    """Quantise each layer of routed experts that `scheme` does not ignore, and free its 16-bit weights before the next.
 
-    model        a loaded model in FP16, BF16 or FP32: transformers 5, on one or several devices, with or without PEFT
-                 adapters on other modules. Each layer's 16-bit experts are freed before the next layer is packed.
-    group_sizes  columns of a group along the hidden size (gate and up), and along the intermediate size (down)
-    ignore       expert layers to leave as they are: names matched by component, or "re:" and a regular expression
-                 (one string is one pattern)
-    backend      "auto" (by device), "triton", "cpu" or "reference"; see `vllm_ext.ops.moe.prepare_experts`
-    progress     show a bar on stderr
-    symmetric, zero_point, method  as in `vllm_ext.quantization.Scheme`
-    replay       on CUDA devices, record a layer called eagerly with the same number of rows (at most 1024) again and
-                 again once, and replay it from a CUDA graph: an eager forward waits for its host (layer_graphs.py).
-                 Takes the memory of one layer's intermediates; switch it off where that matters more
+    earlier  the scheme of experts that are in 4 bits already; a model has one scheme
+    backend, progress, replay  see `quantize_experts`
 
-    Weights that several modules share (DiffusionGemma's encoder and decoder) are packed once and stay shared.
-    Layers that an earlier call left out can follow in another, with the same options.
-    Raises TypeError when `model` is no module; ValueError when it has no experts in 16 bits, or they are not in memory,
-    or values do not fit.
+    Raises ValueError when there are no experts in 16 bits, or they are not in memory, or the schemes differ.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"quantize_experts: model must be a loaded torch module, got {type(model).__name__}")
-    if not isinstance(group_sizes, (tuple, list)) or len(group_sizes) != 2:
-        raise ValueError(
-            f"quantize_experts: group_sizes must be two numbers, (hidden, intermediate), got {group_sizes!r}"
-        )
-    scheme = Scheme(
-        group_size_w13=group_sizes[0],
-        group_size_w2=group_sizes[1],
-        symmetric=symmetric,
-        zero_point=zero_point,
-        method=method,
-        ignore=(ignore,) if isinstance(ignore, str) else tuple(ignore),
-    )
-    from vllm_ext.integrations.hf_quantizer import earlier_scheme, mark_quantized
-
     _check_adapters(model)
-    found = find_experts(model)
+    found, packed = find_experts(model), packed_experts(model)
     chosen = {name: module for name, module in found.items() if not is_ignored(name, scheme.ignore)}
-    packed = [name for name, module in model.named_modules() if isinstance(module, QuantizedExperts)]
-    earlier = earlier_scheme(model) if packed else None
     for pattern in unmatched(scheme.ignore, [*found, *packed]):
         logger.warning("quantize_experts: ignore pattern %r matches no experts of this model", pattern)
     if not chosen:
@@ -198,15 +141,12 @@ def quantize_experts(
     for names in groups:
         layer = _quantize_layer(model, names, scheme, backend)
         if not replay:
-            _quantised_part(model.get_submodule(names[0])).graphs = None
+            quantised_part(model.get_submodule(names[0])).graphs = None
         report.layers.append(layer)
         done += layer.bytes_before
         bar.update(done)
     bar.finish(done)
     report.seconds = time.monotonic() - start
-    if any(is_ignored(name, scheme.ignore) for name in packed):
-        scheme = replace(scheme, ignore=tuple(report.ignored))
-    mark_quantized(model, scheme)
     return report
 
 
@@ -257,41 +197,8 @@ def _nbytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for _, _, parameter in weight_parameters(module))
 
 
-def _text_config(model: nn.Module) -> Any:
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
 def _baseline(model: nn.Module) -> str:
-    return getattr(_text_config(model), "_experts_implementation", None) or "eager"
-
-
-def _top_k(model: nn.Module) -> int | None:
-    text = _text_config(model)
-    for name in ("num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_topk", "num_experts_per_token"):
-        if isinstance(value := getattr(text, name, None), int):
-            return value
-    return None
-
-
-def projection_names(model: Any, default: tuple[str, ...]) -> tuple[str, ...]:
-    """What the family's checkpoints call an expert's gate, up and down projections, where transformers renames them."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError:
-        return default
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not hasattr(base, "named_non_persistent_buffers") and not hasattr(base, "config"):
-        return default
-    found: dict[str, list[str]] = {}
-    for conversion in get_model_conversion_mapping(base):
-        for target in conversion.target_patterns:
-            key = target.removesuffix("$").rpartition("experts.")[2]
-            sources = [_EXPERT_SOURCE.search(source) for source in conversion.source_patterns]
-            if key in ("gate_up_proj", "up_proj", "down_proj") and sources and all(sources):
-                found[key] = [match[1] for match in sources if match]
-    names = (*found.get("gate_up_proj", found.get("up_proj", ())), *found.get("down_proj", ()))
-    return names if len(names) == len(default) else default
+    return getattr(text_config(model), "_experts_implementation", None) or "eager"
 
 
 def _quantize_layer(model: nn.Module, names: list[str], scheme: Scheme, backend: str) -> LayerReport:
@@ -310,7 +217,7 @@ def _quantize_layer(model: nn.Module, names: list[str], scheme: Scheme, backend:
     layout = weights.layout
     del old
     put_in_place(model, names, weights, w13, w2, backend, dtype, hook)
-    new = _quantised_part(model.get_submodule(names[0]))
+    new = quantised_part(model.get_submodule(names[0]))
     return LayerReport(
         name=names[0],
         experts=new.num_experts,
@@ -324,57 +231,3 @@ def _quantize_layer(model: nn.Module, names: list[str], scheme: Scheme, backend:
         bytes_after=new.nbytes,
         tied=tuple(names[1:]),
     )
-
-
-def _quantised_part(module: nn.Module) -> QuantizedExperts:
-    return next(part for part in module.modules() if isinstance(part, QuantizedExperts))
-
-
-def put_in_place(
-    model: nn.Module,
-    names: Sequence[str],
-    weights: ExpertWeights,
-    w13: QuantizedWeight,
-    w2: QuantizedWeight,
-    backend: str,
-    dtype: torch.dtype,
-    hook: Any = None,
-) -> None:
-    """Replace the modules `names`, which share their weights, by the quantised experts."""
-    kernel = weights.options is not None
-    kind = _CALLED.get(weights.calling, QuantizedExperts) if kernel else DequantizingExperts
-    new = kind(weights, w13, w2, backend=backend, dtype=dtype, top_k=_top_k(model))
-    new.aliases = tuple(names[1:])
-    for name in names:
-        old = model.get_submodule(name)
-        training = old.training
-        replacement = _wrapped(old, new, weights.calling)
-        replacement.train(training)
-        if hook is not None:
-            from accelerate.hooks import add_hook_to_module
-
-            add_hook_to_module(replacement, hook)
-        _release(old)
-        parent, _, child = name.rpartition(".")
-        holder = model.get_submodule(parent)
-        if isinstance(holder, (nn.ModuleList, nn.ModuleDict)):
-            holder[int(child) if isinstance(holder, nn.ModuleList) else child] = replacement  # type: ignore[index]
-        else:
-            setattr(holder, child, replacement)
-
-
-def _wrapped(old: nn.Module, new: QuantizedExperts, calling: str) -> nn.Module:
-    if calling == "jetmoe":
-        return JetMoeExperts(old, new)
-    if calling != "each":
-        return new
-    # The parent, or the container's own forward, calls expert after expert; the container itself stays.
-    for index, (key, _) in enumerate(expert_children(old)):
-        old._modules[key] = OneExpert(new, index)
-    return old
-
-
-def _release(module: nn.Module) -> None:
-    """Let go of the 16-bit weights now, even where someone still holds the module (hooks, records of outputs)."""
-    for owner, key, _ in weight_parameters(module):
-        owner._parameters[key] = None

@@ -11,11 +11,13 @@ Importing this module also registers the checkpoint format, so that `from_pretra
 from __future__ import annotations
 
 from vllm_ext.integrations.accelerate import Acceleration, accelerate_generate
+from vllm_ext.integrations.expert_modules import find_experts
 from vllm_ext.integrations.hf_quantizer import W4A16Config, W4A16Quantizer, register
 from vllm_ext.integrations.norms import Patch, patch_rms_norms
 from vllm_ext.integrations.qkv import join_projections, merge_lora
+from vllm_ext.integrations.quantize import quantize_experts
 from vllm_ext.integrations.quantized_experts import QuantizedExperts
-from vllm_ext.integrations.swap import LayerReport, Report, find_experts, quantize_experts
+from vllm_ext.integrations.swap import LayerReport, Report
 
 register()
 
