@@ -129,8 +129,15 @@ def rounded(held: dict[str, torch.Tensor], group: int | None) -> dict[str, torch
     if group is None:
         return held
     found: dict[str, torch.Tensor] = {}
+    alike: dict[torch.Size, dict[str, torch.Tensor]] = {}
     for name, tensor in held.items():
-        found |= packed_tensors(name, tensor, group) if ".experts." in name else {name: tensor}
+        if ".experts." not in name:
+            found[name] = tensor
+            continue
+        for module, weight in _projections(name, tensor):
+            alike.setdefault(weight.shape, {})[module] = weight
+    for weights in alike.values():
+        found |= packed_tensors(weights, group)
     return found
 
 
@@ -144,7 +151,9 @@ class Shards:
     def add(self, tensors: dict[str, torch.Tensor]) -> None:
         """Write one more file."""
         name = f"model-{len(set(self.files.values())):05d}.safetensors"
-        save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, self.folder / name, FORMAT)
+        # Cloned: a file holds no tensors that share their memory.
+        own = {key: tensor.cpu().clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()}
+        save_file(own, self.folder / name, FORMAT)
         self.files |= dict.fromkeys(tensors, name)
 
     def finish(self) -> None:
@@ -199,12 +208,16 @@ def families() -> dict[str, Any]:
     return dict(KINDS)
 
 
-def packed_tensors(name: str, tensor: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
-    """An expert's tensor of a 16-bit checkpoint, or that of all experts, rounded to nearest in compressed-tensors."""
+def packed_tensors(weights: dict[str, torch.Tensor], group: int) -> dict[str, torch.Tensor]:
+    """Experts' weights of one shape by module, rounded to nearest in compressed-tensors: all in one go, because a model
+    has tens of thousands, and each would be some thirty small kernels."""
+    stacked = torch.stack(list(weights.values()))
+    quantized = quantize_weight(stacked, group, symmetric=False, zero_point="int", method="minmax")
     found: dict[str, torch.Tensor] = {}
-    for module, weight in _projections(name, tensor):
-        quantized = quantize_weight(weight, group, symmetric=False, zero_point="int", method="minmax")
-        found |= compressed_tensors.to_tensors(module, quantized)
+    for role, tensor in compressed_tensors.to_tensors("", quantized).items():
+        shape_of_all = role == f".{compressed_tensors.SHAPE}"
+        parts = [tensor[1:]] * len(weights) if shape_of_all else tensor.unbind()
+        found |= {module + role: part for module, part in zip(weights, parts, strict=True)}
     return found
 
 

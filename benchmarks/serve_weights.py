@@ -55,6 +55,15 @@ def _traced() -> torch.profiler.ProfilerActivity:
 class DrawnLoader(BaseModelLoader):
     """See the module."""
 
+    def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """As vLLM's, with what stands before the model left out of the collections below: 0.4 s of each, once a GiB."""
+        gc.freeze()
+        try:
+            model: torch.nn.Module = super().load_model(*args, **kwargs)
+            return model
+        finally:
+            gc.unfreeze()
+
     def download_model(self, model_config: Any) -> None:
         """There is nothing to download."""
 

@@ -21,6 +21,7 @@ from vllm_ext.benchmarks.serve_checkpoints import (
 )
 from vllm_ext.benchmarks.serve_engine import EngineProcess, import_vllm_once
 
+from vllm_ext.quantization import compressed_tensors, quantize_weight
 from vllm_ext.quantization.checkpoint import Checkpoint
 from vllm_ext.quantization.layouts import find_experts
 from vllm_ext.quantization.packed_source import find_packed
@@ -223,6 +224,24 @@ def test_files_hold_what_is_drawn_whatever_the_batches(tmp_path, kind, monkeypat
         written = {name: tensor for file in files for name, tensor in load_file(file).items()}
         assert written.keys() == expected.keys()
         assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("kind", ["qwen3-moe", "gemma4-moe"])
+def test_experts_rounded_together_have_the_bits_of_each_alone(kind):
+    fields = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "num_experts": 3}
+    shape = ServedShape(kind, {**fields, "moe_intermediate_size": 96}, group=32)
+    batches = []
+    serve_checkpoints.draw(kind, config_of(shape, 2), 0, "cpu", batches.append)
+    (drawn,) = batches
+    found = serve_checkpoints.rounded(drawn, 32)
+    experts = [(name, tensor) for name, tensor in drawn.items() if ".experts." in name]
+    expected = {name: tensor for name, tensor in drawn.items() if ".experts." not in name}
+    for module, weight in (one for expert in experts for one in serve_checkpoints._projections(*expert)):
+        alone = quantize_weight(weight, 32, symmetric=False, zero_point="int", method="minmax")
+        expected |= compressed_tensors.to_tensors(module, alone)
+    assert found.keys() == expected.keys()
+    assert len(found) == len(drawn) - len(experts) + 4 * 2 * 3 * 3
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_kv_cache_holds_the_largest_batch():
