@@ -30,6 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 AT_ONCE = 64
 VOCABULARY = 256
+CAPTURED = {"cudagraph_capture_sizes": [1, 4, 16, AT_ONCE]}
 Tokens = list[list[int]]
 
 
@@ -168,8 +169,7 @@ def start_server(model: str, args: argparse.Namespace) -> Any:
     flags = ["--quantization", "w4a16-grouped", "--attention-backend", "ha_npu", "--no-enable-prefix-caching"]
     flags += ["--max-model-len", str(args.longest + 32), "--max-num-seqs", str(AT_ONCE)]
     flags += ["--worker-extension-cls", EXTENSION]
-    if args.eager:
-        flags.append("--enforce-eager")
+    flags += ["--enforce-eager"] if args.eager else ["--compilation-config", json.dumps(CAPTURED)]
     if args.whole_prompts:
         flags += ["--max-num-batched-tokens", str(4 * (args.longest + 32)), "--no-enable-chunked-prefill"]
     if args.kv_cache_mib:
@@ -200,7 +200,7 @@ def start_engine(model: str, args: argparse.Namespace) -> Any:
         "disable_log_stats": True,
     }
     if not args.eager:
-        options["compilation_config"] = {"cudagraph_capture_sizes": [1, 4, 16, AT_ONCE]}
+        options["compilation_config"] = CAPTURED
     if args.whole_prompts:
         options |= {"max_num_batched_tokens": 4 * (args.longest + 32), "enable_chunked_prefill": False}
     if args.kv_cache_mib:

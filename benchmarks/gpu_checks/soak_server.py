@@ -33,7 +33,7 @@ class Server:
         self.log = log
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", "soak"]
         command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log", *flags]
-        with log.open("w", encoding="utf-8") as output:
+        with log.open("a", encoding="utf-8") as output:
             self.process = subprocess.Popen(
                 command,
                 env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"},  # for memory on the device
