@@ -116,17 +116,21 @@ def stages(gemm: GemmConfig, sizes: Sizes) -> int:
     return max(1, min(gemm.num_stages, (_SHARED_MEMORY // gemm.programs - 1024 - rest) // stage))
 
 
-def _descriptors(words: torch.Tensor, factors: torch.Tensor, block_rows: int) -> tuple[Any, Any]:
+@functools.lru_cache(maxsize=16)
+def _layouts(plane: int) -> tuple[Any, Any, Any]:
+    """The descriptors' type, and the layouts of words and of factors: a seventh of a call's time on the host."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    return TensorDescriptor, gl.NVMMASharedLayout(2 * plane, 16, 2), gl.NVMMASharedLayout(0, 32, 1)
+
+
+def _descriptors(words: torch.Tensor, factors: torch.Tensor, block_rows: int) -> tuple[Any, Any]:
     plane = words.shape[-1]
     rows = words.numel() // plane
-    tiles = TensorDescriptor(
-        words, [rows, plane], [plane, 1], [block_rows, plane], gl.NVMMASharedLayout(2 * plane, 16, 2)
-    )
-    count = factors.numel()
-    return tiles, TensorDescriptor(factors, [count], [1], [block_rows], gl.NVMMASharedLayout(0, 32, 1))
+    descriptor, of_words, of_factors = _layouts(plane)
+    tiles = descriptor(words, [rows, plane], [plane, 1], [block_rows, plane], of_words)
+    return tiles, descriptor(factors, [factors.numel()], [1], [block_rows], of_factors)
 
 
 def kernel_shape(
