@@ -1,4 +1,5 @@
-"""4-bit experts on a GPU: ours against vLLM's Marlin, humming, WNA16 and BF16 experts, one process, one run.
+"""4-bit experts on a GPU: ours against vLLM's Marlin, humming, WNA16 and BF16 experts, one process, one run (humming,
+which may crash, in a process of its own).
 
 The whole layer is timed (sort, both GEMMs, combine) in a CUDA graph over several routings. Every layer is checked
 against FP64 first: a peer that fails, or cannot be built, is reported with the reason and left out; ours failing stops
@@ -13,7 +14,6 @@ import functools
 import multiprocessing
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from vllm_ext.benchmarks import moe_peers
+from vllm_ext.benchmarks.apart import CallFailed, reason, run_apart
 from vllm_ext.benchmarks.moe_common import (
     SHAPES,
     Shape,
@@ -63,6 +64,7 @@ class Arm:
     tokens: tuple[int, ...] = ()
     compiles: bool = True  # kernels of its own, at the first call
     asked: bool = False  # timed only when named
+    apart: bool = False  # in a process of its own, which compiles for itself
 
 
 def _ours(batch_invariant: bool, shape: Shape, w13: QuantizedWeight, w2: QuantizedWeight) -> Call:
@@ -85,7 +87,7 @@ ARMS = (
     Arm("BF16", moe_peers.bf16, "float", False),
     Arm("Marlin, zero points", moe_peers.marlin, "int", False, compiles=False),
     Arm("Marlin, symmetric", moe_peers.marlin, None, False, compiles=False),
-    Arm("humming", moe_peers.humming, "float", False, asked=True),
+    Arm("humming", functools.partial(moe_peers.humming, TOKENS), "float", False, asked=True, apart=True),
     Arm("WNA16", moe_peers.wna16, "int", False, (1, 64, 256, 4096)),
 )
 
@@ -101,11 +103,6 @@ def _vllm_context() -> Iterator[None]:
         context = contextlib.nullcontext()
     with context:
         yield
-
-
-def _reason(error: BaseException) -> str:
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {str(error)[:200]} ({Path(where.filename).name}:{where.lineno})"
 
 
 def _warm(task: tuple[str, str, tuple[int, ...]]) -> None:
@@ -162,6 +159,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arms", nargs="+", choices=[arm.name for arm in ARMS], default=None)
     parser.add_argument("--workers", type=int, default=min(15, os.cpu_count() or 1), help="processes that compile")
     parser.add_argument("--replays", type=int, default=15)
+    parser.add_argument("--apart-seconds", type=float, default=240.0, help="for a layer in a process of its own")
 
 
 def _arms(args: argparse.Namespace) -> list[Arm]:
@@ -175,7 +173,7 @@ def check(args: argparse.Namespace) -> None:
     tasks = [
         (shape, arm.name, (*_timed_at(arm, args.tokens), CHECK_TOKENS, *([LARGE_CHECK_TOKENS] if arm.ours else [])))
         for arm in _arms(args)
-        if arm.compiles
+        if arm.compiles and not arm.apart
         for shape in args.shapes
     ]
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
@@ -189,46 +187,80 @@ def _show(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+Routing = tuple[torch.Tensor, torch.Tensor]
+Inputs = dict[int, tuple[torch.Tensor, list[Routing]]]
+Floors = dict[int, tuple[float, str]]
+
+
+def _inputs(shape: Shape, tokens: list[int], device: torch.device) -> Inputs:
+    """Activations and routings by batch size, the same in every process."""
+    generator = torch.Generator(device).manual_seed(6)
+    return {
+        count: (
+            torch.randn(count, shape.hidden, device=device, generator=generator).to(torch.bfloat16),
+            routings(shape, count, ROUTINGS, device),
+        )
+        for count in tokens
+    }
+
+
+def _measure_arm(
+    shape: Shape, arm: Arm, args: argparse.Namespace, floors: Floors, inputs: Inputs, checked: dict[str | None, Checked]
+) -> list[dict[str, Any]]:
+    """One layer's rows; its failure is a row as well, unless it is ours that fails the check."""
+    rows: list[dict[str, Any]] = []
+    common = {"shape": shape.name, "arm": arm.name}
+    try:
+        if arm.zero not in checked:
+            checked[arm.zero] = _checked(shape, arm.zero, torch.device("cuda", 0))
+        call = arm.build(shape, *checked[arm.zero].weights)
+        error = checked[arm.zero].error(arm, call)
+        tolerance = OURS_TOLERANCE if arm.ours else PEER_TOLERANCE
+        if not error <= tolerance:
+            raise CheckFailed(f"{shape.name}, {arm.name}: relative error {error:.2e} above {tolerance:.1e}")
+        for count in _timed_at(arm, args.tokens):
+            x, drawn = inputs[count]
+            calls = [functools.partial(call, x, topk_weights, ids) for topk_weights, ids in drawn]
+            milliseconds = graph_milliseconds(calls, args.replays)
+            floor, bound = floors[count]
+            row = common | {"tokens": count, "ms": milliseconds, "floor_ms": floor, "bound": bound}
+            rows.append(row | {"share": floor / milliseconds, "error": error, "failed": None})
+            _show(f"{shape.name}, {arm.name}, {count} tokens: {milliseconds:.4f} ms")
+    except Exception as failure:
+        if arm.ours and isinstance(failure, CheckFailed):
+            raise
+        rows.append(common | {"tokens": None, "failed": reason(failure)})
+        _show(f"{shape.name}, {arm.name}: {rows[-1]['failed']}")
+    return rows
+
+
+def _measure_apart(shape_name: str, arm_name: str, args: argparse.Namespace, floors: Floors) -> list[dict[str, Any]]:
+    """`_measure_arm` in a process that holds nothing yet."""
+    shape, arm = SHAPES[shape_name], next(a for a in ARMS if a.name == arm_name)
+    with _vllm_context():
+        return _measure_arm(shape, arm, args, floors, _inputs(shape, args.tokens, torch.device("cuda", 0)), {})
+
+
 def _measure_shape(
     shape: Shape, args: argparse.Namespace, bandwidth: float, rate: float, device: torch.device
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    inputs = {
-        count: (
-            torch.randn(count, shape.hidden, device=device, dtype=torch.bfloat16),
-            routings(shape, count, ROUTINGS, device),
-        )
-        for count in args.tokens
-    }
+    inputs = _inputs(shape, args.tokens, device)
     checked: dict[str | None, Checked] = {}
-    floors = {}
+    floors: Floors = {}
     for count, (_, drawn) in inputs.items():
         hit = sum(len(torch.unique(ids)) for _, ids in drawn) / len(drawn)
         memory, compute = shape.layer_bytes(1) * hit / bandwidth * 1e3, shape.flops(count) / rate * 1e3
         floors[count] = (max(memory, compute), "memory" if memory >= compute else "tensor cores")
     for arm in _arms(args):
-        common = {"shape": shape.name, "arm": arm.name}
-        try:
-            if arm.zero not in checked:
-                checked[arm.zero] = _checked(shape, arm.zero, device)
-            call = arm.build(shape, *checked[arm.zero].weights)
-            error = checked[arm.zero].error(arm, call)
-            tolerance = OURS_TOLERANCE if arm.ours else PEER_TOLERANCE
-            if not error <= tolerance:
-                raise CheckFailed(f"{shape.name}, {arm.name}: relative error {error:.2e} above {tolerance:.1e}")
-            for count in _timed_at(arm, args.tokens):
-                x, drawn = inputs[count]
-                calls = [functools.partial(call, x, topk_weights, ids) for topk_weights, ids in drawn]
-                milliseconds = graph_milliseconds(calls, args.replays)
-                floor, bound = floors[count]
-                row = common | {"tokens": count, "ms": milliseconds, "floor_ms": floor, "bound": bound}
-                rows.append(row | {"share": floor / milliseconds, "error": error, "failed": None})
-                _show(f"{shape.name}, {arm.name}, {count} tokens: {milliseconds:.4f} ms")
-        except Exception as failure:
-            if arm.ours and isinstance(failure, CheckFailed):
-                raise
-            rows.append(common | {"tokens": None, "failed": _reason(failure)})
-            _show(f"{shape.name}, {arm.name}: {rows[-1]['failed']}")
+        if arm.apart:
+            try:
+                rows += run_apart(_measure_apart, shape.name, arm.name, args, floors, seconds=args.apart_seconds)
+            except CallFailed as failure:
+                rows.append({"shape": shape.name, "arm": arm.name, "tokens": None, "failed": str(failure)})
+                _show(f"{shape.name}, {arm.name}: {failure}")
+        else:
+            rows += _measure_arm(shape, arm, args, floors, inputs, checked)
         torch.cuda.empty_cache()
     return rows
 

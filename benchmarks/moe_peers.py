@@ -7,7 +7,7 @@ read integer zero points, or none; humming reads float zero points, BF16 the deq
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -170,8 +170,11 @@ def _humming_layer(shape: Shape, w13: QuantizedWeight, w2: QuantizedWeight) -> t
     return layer
 
 
-def humming(shape: Shape, w13: QuantizedWeight, w2: QuantizedWeight) -> Call:
-    """vLLM's humming experts ("indexed" GEMMs, its default), compiled for the GPU when first called."""
+def humming(tokens: Sequence[int], shape: Shape, w13: QuantizedWeight, w2: QuantizedWeight) -> Call:
+    """vLLM's humming experts ("indexed" GEMMs, its default), compiled for the GPU when first called.
+
+    Only the kernels that batches of `tokens` take are compiled, of some dozens that it has for all sizes.
+    """
     import json
 
     from humming.config import GemmType
@@ -182,16 +185,20 @@ def humming(shape: Shape, w13: QuantizedWeight, w2: QuantizedWeight) -> Call:
 
     layer = _humming_layer(shape, w13, w2)
     compute = json.dumps({"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": GemmType.INDEXED.value})
-    tuned = {
-        name: HummingMethod.get_default_tuning_configs(layer=layer, gemm_type=GemmType.INDEXED, sublayer_name=name)
-        for name in ("w13", "w2")
-    }
+    # Its launcher looks the row for one slot up at every call.
+    wanted = (1, *(count * shape.top_k for count in tokens))
+    tuned = {}
+    for name in ("w13", "w2"):
+        rows = HummingMethod.get_default_tuning_configs(layer=layer, gemm_type=GemmType.INDEXED, sublayer_name=name)
+        tuned[name] = [row for row in rows if any(row[0] < slots <= row[1] for slots in wanted)]
     activation = _activation(shape)
 
     def call(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        tokens, top_k = topk_ids.shape
-        slots = tokens * top_k
-        block = next(config["block_shape"][0] for least, most, config in tuned["w13"] if least < slots <= most)
+        count, top_k = topk_ids.shape
+        slots = count * top_k
+        block = next((row[2]["block_shape"][0] for row in tuned["w13"] if row[0] < slots <= row[1]), None)
+        if block is None:
+            raise ValueError(f"humming: compiled for {tuple(tokens)} tokens, not for {count}")
         sorted_ids, expert_ids, padded = moe_align_block_size(
             topk_ids, block, shape.experts, None, ignore_invalid_experts=True
         )
@@ -212,7 +219,7 @@ def humming(shape: Shape, w13: QuantizedWeight, w2: QuantizedWeight) -> Call:
             inputs=second, outputs=third, top_k=1, tuning_config=json.dumps(tuned["w2"]), sublayer_name="w2", **common
         )
         out = torch.empty_like(x)
-        moe_fused_mul_sum(third.view(tokens, top_k, -1), topk_weights, out)
+        moe_fused_mul_sum(third.view(count, top_k, -1), topk_weights, out)
         return out
 
     return call

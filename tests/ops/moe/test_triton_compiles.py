@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch
 
 pytest.importorskip("triton")
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "gpu_checks"))
+
+import _sanitizer_reports
 import products_in_flight
 import triton
 import triton.language as tl
@@ -205,3 +209,15 @@ def test_an_overwritten_operand_is_found() -> None:
     lines = OVERWRITTEN.splitlines()
     assert len(products_in_flight.overwritten(lines)) == 1
     assert products_in_flight.overwritten([lines[0], lines[1], lines[3], lines[2], *lines[4:]]) == []
+
+
+@pytest.mark.parametrize("kind", STREAMED)
+def test_work_is_handed_to_warps_across_a_barrier_of_all(kind: str, tmp_path: Path) -> None:
+    """Racecheck reports the bytes by which Triton tells warps what to run, written before that barrier and read after
+    it. `moe_sanitizer.py` lets such a report pass where machine code is like this; a change of Triton's shows here."""
+    code = products_in_flight.disassemble(compile_streamed(STREAMED[kind], torch.bfloat16).asm["cubin"], tmp_path)
+    handed = _sanitizer_reports.hand_over(code)
+    assert handed is not None
+    assert len(handed.writes) == 2
+    assert len(handed.reads) == 1
+    assert len(handed.bytes_touched) == 4
