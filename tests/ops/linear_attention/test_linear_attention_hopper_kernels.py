@@ -126,16 +126,12 @@ def recur(
         )  # fmt: skip
 
     if carries is not None:
-        assert state is not None
         launch(True)
         for n, begin in enumerate(bounds[:-1].tolist()):
             chunks = -(-(int(bounds[n + 1]) - begin) // 64)
-            carried = state[n]
-            for segment in range(max(1, -(-chunks // length))):
-                place = begin // (64 * length) + n + segment
-                following = carried @ carries[place, :, columns:] + carries[place, :, :columns]
-                carries[place, :, :columns] = carried
-                carried = following
+            first = begin // (64 * length) + n
+            for place in range(first + 1, first - (-chunks // length) - 1):
+                carries[place, :, :columns] += carries[place - 1, :, :columns] @ carries[place, :, columns:]
     launch(False)
     return o, final
 

@@ -42,6 +42,10 @@ def test_tiers_follow_heads_and_length() -> None:
     assert long.segment_chunks is not None
     assert 512 // 32 <= long.segment_chunks <= 512 // 2
     assert map_prefill(0, 3, 8, 128, 128, 132).segment_chunks is None
+    # Of two segments the first, carried beside its transition, is the longer one; not among several sequences.
+    assert map_prefill(32768, 1, 32, 128, 128, 132).segment_chunks == 384
+    assert map_prefill(32768, 1, 32, 128, 128, 132, overlapping=False).segment_chunks == 256
+    assert map_prefill(32768, 4, 8, 128, 128, 132).segment_chunks is None
     # Two waves of programs of 64 columns against one of 128.
     assert map_prefill(8192, 4, 32, 128, 128, 132, 128).tier == HEAD
     assert map_prefill(8192, 4, 32, 128, 128, 132).block_columns == 64

@@ -80,7 +80,7 @@ def run(call: Call, op: str, mapping: Mapping | None = None) -> tuple[torch.Tens
         tokens = sizes.num_tokens if sizes.packed else sizes.num_tokens * num_sequences
         mapping = map_prefill(
             tokens, num_sequences, sizes.value_heads, sizes.key_dim, sizes.value_dim, _multiprocessors(device),
-            64 if hopper is None else hopper.WIDEST_BLOCK, op,
+            64 if hopper is None else hopper.WIDEST_BLOCK, op, hopper is not None,
         )  # fmt: skip
     cu_seqlens = None if call.cu_seqlens is None else call.cu_seqlens.to(device).contiguous()
     if call.initial_state is not None:
@@ -186,7 +186,6 @@ def recur(
     assert initial is None or initial.is_contiguous()
     segment_chunks = mapping.segment_chunks or max(1, -(-sizes.num_tokens // CHUNK))
     slots = slot_count(sizes.num_tokens, sizes.num_sequences, sizes.packed, segment_chunks * CHUNK)
-    constants = {"K": sizes.key_dim, "V": sizes.value_dim, "PACKED": sizes.packed}
     carries = None
     if mapping.segment_chunks is not None:
         carries = torch.empty(
@@ -204,11 +203,13 @@ def recur(
         launch(transition=False)
         return
     launch(transition=True)
-    block = min(_COMPOSE_COLUMNS, sizes.value_dim)
-    compose_kernel[(sizes.value_dim // block * sizes.value_heads * sizes.num_sequences,)](
-        carries, initial, cu_seqlens, sizes.num_tokens, sizes.value_heads, segment_chunks, BV=block,
-        V_FIRST=call.state_v_first, **constants, num_warps=8 if sizes.key_dim > 64 else 4,
-    )  # fmt: skip
+    if sizes.num_tokens > 2 * segment_chunks * CHUNK:
+        # Of two segments the second starts where the first one's transition ended.
+        block = min(_COMPOSE_COLUMNS, sizes.value_dim)
+        compose_kernel[(sizes.value_dim // block * sizes.value_heads * sizes.num_sequences,)](
+            carries, cu_seqlens, sizes.num_tokens, sizes.value_heads, segment_chunks, BV=block, K=sizes.key_dim,
+            V=sizes.value_dim, PACKED=sizes.packed, num_warps=8 if sizes.key_dim > 64 else 4,
+        )  # fmt: skip
     launch(transition=False)
 
 

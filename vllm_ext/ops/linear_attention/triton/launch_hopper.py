@@ -23,6 +23,8 @@ _MOST_STAGES = 3
 _SHARED_BYTES = 227 * 1024
 # Of a thread, by kernel and its heads: four programs of four warps on a multiprocessor (KDA: two of eight), and five.
 REGISTERS = {("gdn", 1): 128, ("gdn", 2): 128, ("kda", 1): 128, ("inverse", 1): 96, ("inverse", 2): 128}
+# Of a thread of a transition: two programs of eight warps on a multiprocessor (of KDA there is no room for two).
+TRANSITION_REGISTERS = 128
 # From so many chunks of heads on, which are two rounds of programs, a program prepares two heads.
 _LEAST_PAIRS = 1024
 # Up to so many chunks of heads a launch starts while the one before it ends; more of them fill the GPU either way, and
@@ -138,11 +140,15 @@ def recur(
     inverse, scores = _square(chunks.inverse), _square(chunks.scores)
     values, out = (descriptor(x.flatten(-2), [CHUNK, CHUNK]) for x in (v, o.flatten(0, 1)))
     groups = block // CHUNK
+    # A launch that starts while the one before it ends: where that leaves room, and of segments always, whose first
+    # ones run beside the transitions.
+    early = chunks.inverse.shape[0] * sizes.value_heads <= _MOST_DEPENDENT or carries is not None
+    options = {"maxnreg": TRANSITION_REGISTERS} if transition and groups == 1 else {}
     ends = (0, 0) if part is None else (part.start, part.stop)
     recurrence_hopper_kernel[(columns // block * sizes.value_heads * slots,)](
         k, q, values, tails, inverse, scores, factors, out, initial, carries, final, o, cu_seqlens,
         sizes.num_sequences, sizes.num_tokens, sizes.value_heads, sizes.value_heads // sizes.heads, segment_chunks,
         *ends, K=sizes.key_dim, V=sizes.value_dim, GROUPS=groups, KDA=kda, TRANSITION=transition,
         V_FIRST=call.state_v_first, PACKED=sizes.packed, STAGES=stages(sizes.key_dim, groups, kda),
-        PART=part is not None, num_warps=4, launch_pdl=chunks.inverse.shape[0] * sizes.value_heads <= _MOST_DEPENDENT,
+        PART=part is not None, num_warps=4, launch_pdl=early and not transition, **options,
     )  # fmt: skip

@@ -13,10 +13,11 @@ CHUNK = 64
 HEAD, COLUMNS, SEGMENTS = "head", "columns", "segments"
 # One chunk of one program, which has a multiprocessor to itself, by columns of the state that it carries.
 _STEPS = {64: 1.2, 128: 1.8}
-# The same without queries, once for every program on a multiprocessor.
-_TRANSITION_STEPS = {"gdn": 0.8, "kda": 1.3}
+# The same without queries, of one and of two programs on a multiprocessor.
+_TRANSITION_STEPS = {"gdn": (0.8, 1.1), "kda": (0.95, 1.9)}
 _COMPOSE_STEP = 3.0
 _COMPOSE_LAUNCH = 8.0
+_SECOND_LAUNCH = 8.0
 _LEAST_GAIN = 1.1  # segments cost memory as well, and the model is rough
 _LEAST_SEGMENT = 16
 _LARGEST_TRANSITION = 128  # composing segments holds a K x K matrix in shared memory
@@ -42,11 +43,13 @@ def map_prefill(
     multiprocessors: int,
     widest_block: int = 64,
     op: str = "gdn",
+    overlapping: bool = True,
 ) -> Mapping:
     """The mapping for num_tokens tokens of num_sequences sequences, taken to be of one length: the host cannot know.
 
-    widest_block: columns of the state that a program can carry, 64 or 128; op: "gdn" or "kda". Raises ValueError on
-    sizes that are not positive (no tokens are fine).
+    widest_block: columns of the state that a program can carry, 64 or 128; op: "gdn" or "kda"; overlapping: whether
+    first segments can run beside their transitions. Raises ValueError on sizes that are not positive (no tokens are
+    fine).
     """
     if min(num_sequences, value_heads, key_dim, value_dim, multiprocessors) < 1 or num_tokens < 0:
         raise ValueError(
@@ -64,13 +67,24 @@ def map_prefill(
 
     block = min(sorted(blocks), key=lambda each: whole(each, 1, chunks))
     best, segment_chunks = whole(block, 1, chunks) / _LEAST_GAIN, None
+    # Other sequences' second segments would keep first ones waiting, and KDA's programs wait for memory as it is.
+    overlapping = overlapping and num_sequences == 1 and op == "gdn"
+    alone, together = _TRANSITION_STEPS[op]
+    step = _STEPS[min(_STEPS)]
     for segments in (2, 3, 4, 6, 8, 12, 16, 24, 32):
         length = -(-chunks // segments)
         if length < _LEAST_SEGMENT or key_dim > _LARGEST_TRANSITION:
             break
-        transitions = heads * (value_dim + key_dim) // narrow * (segments - 1)
-        step = _TRANSITION_STEPS[op] * _rounds(transitions, multiprocessors)
-        time = step * length + _COMPOSE_LAUNCH + _COMPOSE_STEP * segments + whole(narrow, segments, length)
+        # The first segment's transition is of its initial state alone.
+        transitions = heads * (value_dim * (segments - 1) + key_dim * (segments - 2)) // narrow
+        if segments == 2 and overlapping and 2 * transitions <= multiprocessors:
+            # The first segment is carried beside its transition, and ends with the second, which begins after it.
+            length = round(chunks * step / (2 * step - alone))
+            time = step * length + _SECOND_LAUNCH
+        else:
+            rounds = _rounds(transitions, multiprocessors)
+            time = (alone if rounds == 1 else together * -(-rounds // 2)) * length
+            time += _COMPOSE_LAUNCH + _COMPOSE_STEP * segments + whole(narrow, segments, length)
         if time < best:
             best, segment_chunks = time, length
     if segment_chunks:

@@ -69,7 +69,8 @@ def recurrence_kernel(
     """Grid: blocks of columns within value_heads within slots of segments of segment_chunks chunks.
 
     initial_state, final_state: None or [N, value_heads, ..]; carries: None, or FP32 [segment slots, value_heads, V + K,
-    K]: written with L^T and P^T by TRANSITION, and read for the state each segment starts from otherwise.
+    K]: written with L^T and P^T by TRANSITION, of a sequence's first segment with the transposed state after it alone,
+    and read for the state after the segment before otherwise.
     For KDA q, k and tails are chunks [slots, value_heads, 64, K], decayed, and factors [.., K] those of the state.
     """
     COLUMN_BLOCKS: tl.constexpr = (V + K if TRANSITION else V) // BV
@@ -83,22 +84,23 @@ def recurrence_kernel(
     if (segment > 0) & (start >= chunks):
         return
     stop = tl.minimum(start + segment_chunks, chunks)
-    if TRANSITION and stop == chunks:
+    if TRANSITION and (stop == chunks) | ((segment == 0) & (program % COLUMN_BLOCKS * BV >= V)):
         return
     key = tl.arange(0, K)
     row = tl.arange(0, 64)
     at_state = _state_place(column, key, K, V, V_FIRST)
-    carry = segment_slot.to(tl.int64) * value_heads + head
-    if TRANSITION:
+    carried = segment_slot if TRANSITION else segment_slot - 1
+    carry = carried.to(tl.int64) * value_heads + head
+    values = column < V
+    state = tl.zeros((BV, K), tl.float32)
+    own = (n.to(tl.int64) * value_heads + head) * (V * K)
+    if carries is None or segment == 0:
+        if initial_state is not None:
+            state = tl.load(initial_state + own + at_state).to(tl.float32)
+    elif TRANSITION:
         state = tl.where(column[:, None] == key[None, :] + V, 1.0, 0.0)
-        values = column < V
-    elif carries is not None:
-        state = tl.load(carries + carry * ((V + K) * K) + column[:, None] * K + key[None, :])
-    elif initial_state is not None:
-        own = (n.to(tl.int64) * value_heads + head) * (V * K)
-        state = tl.load(initial_state + own + at_state).to(tl.float32)
     else:
-        state = tl.zeros((BV, K), tl.float32)
+        state = tl.load(carries + carry * ((V + K) * K) + column[:, None] * K + key[None, :])
     dtype: tl.constexpr = v.dtype.element_ty
     chunk_slot = first_slot(n, begin, num_tokens, 64, PACKED).to(tl.int64)
     key_head = head // heads_a_key
@@ -149,4 +151,4 @@ def recurrence_kernel(
     if TRANSITION:
         tl.store(carries + carry * ((V + K) * K) + column[:, None] * K + key[None, :], state)
     elif final_state is not None and stop == chunks:
-        tl.store(final_state + (n.to(tl.int64) * value_heads + head) * (V * K) + at_state, state)
+        tl.store(final_state + own + at_state, state)

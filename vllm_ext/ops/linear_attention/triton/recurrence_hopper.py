@@ -45,17 +45,20 @@ def _produce(tiles, descriptors, barriers, place, p: gl.constexpr):
     k_tiles, q_tiles, v_tiles, solve_tiles, weight_tiles, tail_tiles, factor_tiles, _ = tiles
     k, q, v, tails, inverse, scores, factors, _ = descriptors
     ready, free = barriers
-    start, stop, begin, _, chunk_slot, head, value_heads, key_column, first_column, with_values = place
+    start, stop, begin, _, chunk_slot, head, value_heads, key_column, first_column, with_values, segment = place
     K: gl.constexpr = p[0]
     V: gl.constexpr = p[1]
     GROUPS: gl.constexpr = p[2]
     KDA: gl.constexpr = p[3]
     TRANSITION: gl.constexpr = p[4]
     STAGES: gl.constexpr = p[6]
+    SEGMENTED: gl.constexpr = p[8]
     PAIRS: gl.constexpr = 1 if TRANSITION else 2  # of [64, K] tiles and of [64, 64] ones
     BYTES: gl.constexpr = PAIRS * (128 * K + 8192) + (132 * K if KDA else 1024)
     VALUE_BYTES: gl.constexpr = 8192 * GROUPS
-    await_launches()
+    # Chunks are older than the transitions, which a first segment need not await.
+    if not SEGMENTED or segment > 0:
+        await_launches()
     for step in range(stop - start):
         stage = step % STAGES
         mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
@@ -92,7 +95,7 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
     o = descriptors[7]
     ready, free = barriers
     initial_state, carries, final_state, o_pointer, own, carry = pointers
-    start, stop, begin, length, _, head, value_heads, _, first_column, with_values = place
+    start, stop, begin, length, _, head, value_heads, _, first_column, with_values, segment = place
     K: gl.constexpr = p[0]
     V: gl.constexpr = p[1]
     GROUPS: gl.constexpr = p[2]
@@ -117,19 +120,23 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
     key = gl.arange(0, K, per_key)
     at_state = column[:, None] * K + key[None, :] if V_FIRST else key[None, :] * V + column[:, None]
     at_carry = carry + column[:, None] * K + key[None, :]
-    # An initial state is older than the launches before this one.
-    if PART or carries is not None:
-        await_launches()
-    if TRANSITION:
+    state = gl.zeros([64, K], gl.float32, state_layout)
+    if carries is None:
+        # An initial state is older than the launches before this one.
+        if initial_state is not None:
+            state = gl.load(initial_state + own + at_state).to(gl.float32)
+        if PART:
+            await_launches()
+            if start > 0:
+                state = gl.load(final_state + own + at_state)
+    elif segment == 0:
+        if initial_state is not None:
+            state = gl.load(initial_state + own + at_state).to(gl.float32)
+    elif TRANSITION:
         state = gl.where(column[:, None] == key[None, :] + V, 1.0, 0.0)
-    elif carries is not None:
-        state = gl.load(carries + at_carry)
-    elif initial_state is not None:
-        state = gl.load(initial_state + own + at_state).to(gl.float32)
     else:
-        state = gl.zeros([64, K], gl.float32, state_layout)
-    if PART and start > 0:
-        state = gl.load(final_state + own + at_state)
+        await_launches()
+        state = gl.load(carries + at_carry)
     zero_rows = gl.zeros([64, 64], gl.float32, rows_layout)
     asked, within = zero_rows, zero_rows
     answer = gl.zeros([64, 64], dtype, rows_layout)
@@ -263,6 +270,9 @@ def recurrence_hopper_kernel(
     [slots heads, 256] (KDA: [.., K]). A PART of a call has the chunks of slots first_slot to end_slot, and the states
     of sequences that began before stand in final_state.
     """
+    if TRANSITION:
+        # Whoever depends on this launch may then take the chunks for complete.
+        await_launches()
     let_dependents_launch()
     dtype: gl.constexpr = v.dtype
     FACTORS: gl.constexpr = K if KDA else 256
@@ -279,7 +289,8 @@ def recurrence_hopper_kernel(
     if (segment > 0) & (start >= chunks):
         return
     stop = gl.minimum(start + segment_chunks, chunks)
-    if TRANSITION and stop == chunks:
+    # The last segment's end is the sequence's, and what the first does to its initial state is known at once.
+    if TRANSITION and (stop == chunks) | ((segment == 0) & (first_column >= V)):
         return
     if PART:
         start = gl.maximum(start, first_slot - chunk_slot)
@@ -288,7 +299,8 @@ def recurrence_hopper_kernel(
             return
         chunk_slot = chunk_slot - first_slot
     own = (n.to(gl.int64) * value_heads + head) * (V * K)
-    carry = (segment_slot.to(gl.int64) * value_heads + head) * ((V + K) * K)
+    carried = segment_slot if TRANSITION else segment_slot - 1
+    carry = (carried.to(gl.int64) * value_heads + head) * ((V + K) * K)
     with_values = first_column < V if TRANSITION else first_column >= 0
 
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, K], k.layout)
@@ -306,13 +318,15 @@ def recurrence_hopper_kernel(
         mbarrier.init(free.index(stage), count=GROUPS)
     fence_async_shared()
 
-    p: gl.constexpr = (K, V, GROUPS, KDA, TRANSITION, V_FIRST, STAGES, PART)
+    SEGMENTED: gl.constexpr = carries is not None and not TRANSITION
+    p: gl.constexpr = (K, V, GROUPS, KDA, TRANSITION, V_FIRST, STAGES, PART, SEGMENTED)
     tiles = (k_tiles, q_tiles, v_tiles, solve_tiles, weight_tiles, tail_tiles, factor_tiles, o_tiles)
     descriptors = (k, q, v, tails, inverse, scores, factors, o)
     pointers = (initial_state, carries, final_state, o_pointer, own, carry)
     key_column = head // heads_a_key * K
     place = (
         start, stop, begin, length, chunk_slot, head, value_heads, key_column, first_column, with_values,
+        segment,
     )  # fmt: skip
     barriers = (ready, free)
     if GROUPS == 1:

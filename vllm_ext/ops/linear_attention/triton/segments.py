@@ -1,4 +1,4 @@
-"""Composition of a sequence's segments: the state each one starts from, in order, S_out = P S_in + L."""
+"""Composition of a sequence's segments: the state after each but the last, in order, S_out = P S_in + L."""
 
 # Triton's functions take tensors and compile-time values of any kind.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -16,7 +16,6 @@ _UNSPECIALIZED = ["num_tokens", "value_heads", "segment_chunks"]
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def compose_kernel(
     carries,
-    initial_state,
     cu_seqlens,
     num_tokens,
     value_heads,
@@ -24,11 +23,11 @@ def compose_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
-    V_FIRST: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """Grid: blocks of columns within value_heads within sequences. L^T [V, K] of each segment in `carries` [segment
-    slots, value_heads, V + K, K] is replaced by the transposed state that the segment starts from; P^T stands below it.
+    slots, value_heads, V + K, K] is replaced by the transposed state after the segment; P^T stands below it. The first
+    segment's is there already, and of the last one there is neither.
     """
     program = tl.program_id(0)
     column = program % (V // BV) * BV + tl.arange(0, BV)
@@ -36,21 +35,16 @@ def compose_kernel(
     n = program // (V // BV * value_heads)
     begin, length = sequence_bounds(cu_seqlens, n, num_tokens, PACKED)
     slot = first_slot(n, begin, num_tokens, segment_chunks * 64, PACKED).to(tl.int64)
-    count = tl.maximum((length + segment_chunks * 64 - 1) // (segment_chunks * 64), 1)
+    count = (length + segment_chunks * 64 - 1) // (segment_chunks * 64)
+    if count < 3:
+        return
     key = tl.arange(0, K)
-    if initial_state is not None:
-        own = (n.to(tl.int64) * value_heads + head) * (V * K)
-        at = column[:, None] * K + key[None, :] if V_FIRST else key[None, :] * V + column[:, None]
-        state = tl.load(initial_state + own + at).to(tl.float32)
-    else:
-        state = tl.zeros((BV, K), tl.float32)
     at = column[:, None] * K + key[None, :]
-    for segment in range(count - 1):
+    at_transition = V * K + key[:, None] * K + key[None, :]
+    state = tl.load(carries + (slot * value_heads + head) * ((V + K) * K) + at)
+    for segment in range(1, count - 1):
         carry = carries + ((slot + segment) * value_heads + head) * ((V + K) * K)
         local = tl.load(carry + at)
-        transition = tl.load(carry + V * K + key[:, None] * K + key[None, :])
+        state = tl.dot(state, tl.load(carry + at_transition), local, input_precision="tf32x3")
         tl.debug_barrier()
         tl.store(carry + at, state)
-        state = tl.dot(state, transition, local, input_precision="tf32x3")
-    carry = carries + ((slot + count - 1) * value_heads + head) * ((V + K) * K)
-    tl.store(carry + at, state)
