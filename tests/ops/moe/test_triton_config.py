@@ -16,7 +16,7 @@ from moe_samples import make_layer
 from vllm_ext.ops.moe import ExpertsMeta, backend_status
 from vllm_ext.ops.moe.dispatch import select_backend
 from vllm_ext.ops.moe.experts import CallOptions
-from vllm_ext.ops.moe.triton import backend, config, stream
+from vllm_ext.ops.moe.triton import backend, config, launch_sizes, stream
 from vllm_ext.ops.moe.triton.layout import plane_width
 
 META = ExpertsMeta("triton", 128, 2816, 704, 128, 64, True, "float", torch.bfloat16)
@@ -151,3 +151,13 @@ def test_a_machine_without_cuda_is_told_why(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(RuntimeError, match="CUDA"):
         select_backend("triton", torch.device("cpu"))
     assert "triton" in [name for name, _, _ in backend_status()]
+
+
+def test_sizes_of_launches_are_those_of_triton():
+    import triton
+
+    for count in (*range(1, 70), 127, 128, 129, 8191, 65536, 65537):
+        assert launch_sizes.next_power_of_2(count) == triton.next_power_of_2(count)
+        for size in (1, 3, 16, 128, 1000):
+            assert launch_sizes.cdiv(count, size) == triton.cdiv(count, size)
+            assert launch_sizes.cdiv(0, size) == 0

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from vllm_ext.ops.moe.triton.dequant import scale_activations
+from vllm_ext.ops.moe.triton.launch_sizes import cdiv, next_power_of_2
 from vllm_ext.ops.moe.triton.pdl import dependent_launch, wait_for_previous
 
 _ONE_LAUNCH_SLOTS = 8192
@@ -337,23 +338,23 @@ def align(
     id_map = expert_map if expert_map is not None else topk_ids
     num_global = expert_map.shape[0] if expert_map is not None else 0
     pdl = dependent_launch(x.device)
-    ids = {"HAS_MAP": expert_map is not None, "BINS": triton.next_power_of_2(num_experts)}
+    ids = {"HAS_MAP": expert_map is not None, "BINS": next_power_of_2(num_experts)}
     tokens = {"BLOCK_TOKENS": block_tokens[0], "OTHER_BLOCK_TOKENS": block_tokens[1]}
-    pow2 = triton.next_power_of_2(sums)
+    pow2 = next_power_of_2(sums)
     token = {"TOKEN": (columns, form.sum_width, sums, pow2, form.exponent, form.step, form.plane)}
     launch = {"PDL": pdl, "launch_pdl": pdl}
     if num_slots <= one_launch_slots:
-        chunk = triton.next_power_of_2(max(num_slots, 128))
+        chunk = next_power_of_2(max(num_slots, 128))
         warps = min(max(chunk // 128, 4), _MANY_WARPS)
         together = _TOKENS_A_PROGRAM if warps == _MANY_WARPS else 1
-        _align_kernel[(1 + num_experts + triton.cdiv(num_tokens, together),)](
+        _align_kernel[(1 + num_experts + cdiv(num_tokens, together),)](
             topk_ids, id_map, x, scaled, sorted_slots, blocks, other, group_sums, flags, num_slots, *limits, num_flags,
             num_tokens, num_experts, num_global, x.stride(0),
             CHUNK=chunk, TOKENS=together, num_warps=warps, **ids, **tokens, **token, **launch,
         )  # fmt: skip
         return aligned
-    chunk_slots = max(_CHUNK_SLOTS, triton.next_power_of_2(triton.cdiv(num_slots, _MAX_CHUNKS)))
-    num_chunks = triton.cdiv(num_slots, chunk_slots)
+    chunk_slots = max(_CHUNK_SLOTS, next_power_of_2(cdiv(num_slots, _MAX_CHUNKS)))
+    num_chunks = cdiv(num_slots, chunk_slots)
     counts, offsets = torch.empty(2, num_chunks, ids["BINS"], dtype=torch.int32, device=x.device)
     _count_kernel[(num_chunks + num_tokens,)](
         topk_ids, id_map, x, scaled, counts, group_sums, num_slots, num_tokens, num_chunks, chunk_slots, num_experts,
@@ -361,9 +362,9 @@ def align(
     )  # fmt: skip
     _offset_kernel[(num_experts,)](
         counts, offsets, blocks, other, flags, num_chunks, *limits, num_flags, num_experts,
-        BINS=ids["BINS"], CHUNKS_POW2=triton.next_power_of_2(num_chunks), num_warps=8, **tokens, **launch,
+        BINS=ids["BINS"], CHUNKS_POW2=next_power_of_2(num_chunks), num_warps=8, **tokens, **launch,
     )  # fmt: skip
-    _place_kernel[(triton.cdiv(num_slots, _PLACE_SLOTS),)](
+    _place_kernel[(cdiv(num_slots, _PLACE_SLOTS),)](
         topk_ids, id_map, offsets, sorted_slots, num_slots, chunk_slots, num_experts, num_global,
         SLOTS=_PLACE_SLOTS, STEP=_CHUNK_SLOTS, num_warps=4, **ids, **launch,
     )  # fmt: skip

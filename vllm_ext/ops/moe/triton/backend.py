@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 import triton.language as tl
 
 from vllm_ext.ops.moe.experts import CallOptions, ExpertsMeta, PreparedExperts, experts_meta
@@ -15,6 +14,7 @@ from vllm_ext.ops.moe.triton.combine import combine
 from vllm_ext.ops.moe.triton.config import GemmConfig, LaunchConfig, choose
 from vllm_ext.ops.moe.triton.dequant import CodeForm, code_form
 from vllm_ext.ops.moe.triton.gemm import down_kernel, gate_up_kernel
+from vllm_ext.ops.moe.triton.launch_sizes import cdiv
 from vllm_ext.ops.moe.triton.layout import PLANES, interleave_rows, to_kernel_order
 from vllm_ext.ops.moe.triton.pdl import dependent_launch
 from vllm_ext.ops.triton_device import interpreting
@@ -200,11 +200,11 @@ def gate_up(
     words = tensors["w13_words"]
     factors, factor_dtype = _factor_words(tensors["w13_factors"])
     rows, plane = words.shape[2], words.shape[3]
-    tiles = triton.cdiv(rows, gemm.block_rows)
+    tiles = cdiv(rows, gemm.block_rows)
     stride = rows // 2 if meta.gated else rows
     sum_width = _inner_sum_width(meta.group_size_w2, tensors["w2_words"].shape[3])
     inner = torch.empty(aligned.sorted_slots.shape[0], stride, dtype=x.dtype, device=x.device)
-    sums = torch.empty(inner.shape[0], triton.cdiv(stride, sum_width), dtype=torch.float32, device=x.device)
+    sums = torch.empty(inner.shape[0], cdiv(stride, sum_width), dtype=torch.float32, device=x.device)
     asm = _asm(x.dtype)
     form = _form(gemm, x.dtype, meta.group_size_w13, plane)
     plane_w2 = tensors["w2_words"].shape[3]
@@ -217,7 +217,7 @@ def gate_up(
             (stride, sum_width, sums.shape[1], out_form.activation_exponent, out_form.plane_step, plane_w2),
         )  # fmt: skip
         return inner, sums
-    gate_up_kernel[(aligned.blocks.shape[0] * triton.cdiv(tiles, gemm.row_tiles),)](
+    gate_up_kernel[(aligned.blocks.shape[0] * cdiv(tiles, gemm.row_tiles),)](
         x,
         words,
         factors,
@@ -274,7 +274,7 @@ def down(
             aligned.down_blocks, aligned.flags[stream.flag_count(config.gate_up, inner.device) :], out,
         )  # fmt: skip
         return out
-    down_kernel[(aligned.down_blocks.shape[0] * triton.cdiv(rows, gemm.block_rows * gemm.row_tiles),)](
+    down_kernel[(aligned.down_blocks.shape[0] * cdiv(rows, gemm.block_rows * gemm.row_tiles),)](
         inner,
         words,
         factors,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from vllm_ext.ops.moe.triton.align import local_expert
+from vllm_ext.ops.moe.triton.launch_sizes import cdiv, next_power_of_2
 from vllm_ext.ops.moe.triton.pdl import dependent_launch, wait_for_previous
 
 
@@ -63,8 +64,8 @@ def combine(
     tokens, top_k = topk_ids.shape
     columns = slots.shape[1]
     out = torch.empty(tokens, columns, dtype=slots.dtype, device=slots.device)
-    block = min(1024, triton.next_power_of_2(columns))
-    _combine_kernel[(tokens, triton.cdiv(columns, block))](
+    block = min(1024, next_power_of_2(columns))
+    _combine_kernel[(tokens, cdiv(columns, block))](
         slots,
         topk_ids,
         topk_weights,
