@@ -11,12 +11,9 @@ from torch import nn
 from vllm_ext.integrations.expert_layouts import Activation, ExpertWeights
 from vllm_ext.integrations.layer_graphs import LayerGraphs
 from vllm_ext.integrations.plain_order import plain_order
-from vllm_ext.ops.fused.device import on_its_device
 from vllm_ext.ops.moe import PreparedExperts, prepare_experts
 from vllm_ext.ops.moe.custom_op import call_experts, encode_call
 from vllm_ext.quantization import QuantizedWeight, packed
-
-_launch = on_its_device(call_experts)
 
 
 class _NoBackward(torch.autograd.Function):
@@ -94,7 +91,7 @@ class QuantizedExperts(nn.Module):
     def computed(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """[M, H] of the routed experts, launched kernel by kernel."""
         tensors = [getattr(self, name) for name in self.tensor_names]
-        out = _launch(x, top_k_weights, top_k_index, None, tensors, self.meta)
+        out = call_experts(x, top_k_weights, top_k_index, None, tensors, self.meta)
         if self.identity:
             passed = torch.where(top_k_index >= self.num_experts, top_k_weights, 0).sum(-1, keepdim=True)
             out = out + (x * passed).to(out.dtype)

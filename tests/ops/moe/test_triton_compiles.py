@@ -25,8 +25,9 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from vllm_ext.ops.moe.triton import stream
-from vllm_ext.ops.moe.triton.config import GemmConfig
+from vllm_ext.ops.moe import ExpertsMeta
+from vllm_ext.ops.moe.triton import align, stream
+from vllm_ext.ops.moe.triton.config import GemmConfig, choose
 from vllm_ext.ops.moe.triton.dequant import code_form
 from vllm_ext.ops.moe.triton.gemm import down_kernel
 
@@ -35,16 +36,21 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 gluon_runtime = pytest.importorskip("triton.experimental.gluon._runtime")
 
-TYPES = {torch.bfloat16: ("*bf16", tl.bfloat16), torch.float16: ("*fp16", tl.float16)}
+TYPES = {
+    torch.bfloat16: ("*bf16", tl.bfloat16),
+    torch.float16: ("*fp16", tl.float16),
+    torch.float32: ("*fp32", tl.float32),
+}
 
 
-def compile_down(capability: int, dtype: torch.dtype, scaling: str, block_tokens: int, block_rows: int) -> Any:
+def compile_down(capability: int, dtype: torch.dtype, gemm: GemmConfig) -> Any:
     """down_kernel for Qwen3-30B-A3B's second GEMM."""
     pointer, factor_dtype = TYPES[dtype]
-    form = code_form(dtype, True, scaling)
+    asm = dtype != torch.float32
+    form = code_form(dtype, asm, gemm.scaling)
     pointers = dict.fromkeys(("x", "out"), pointer) | {
         "words": "*i16",
-        "factors": "*i32",
+        "factors": "*i32" if asm else "*i64",
         "group_sums": "*fp32",
         "sorted_slots": "*i32",
         "blocks": "*i32",
@@ -56,27 +62,31 @@ def compile_down(capability: int, dtype: torch.dtype, scaling: str, block_tokens
         "X_STRIDE": 768,
         "X_SUMS": 24,
         "OUT_COLUMNS": 2048,
-        "SCALING": scaling,
+        "SCALING": gemm.scaling,
         "FORM": (form.offset, form.unit, form.activation_exponent, form.scale_exponent, form.plane_step),
-        "ASM": True,
-        "BLOCK_TOKENS": block_tokens,
-        "BLOCK_ROWS": block_rows,
-        "STAGES": 3,
+        "ASM": asm,
+        "BLOCK_TOKENS": gemm.block_tokens,
+        "BLOCK_ROWS": gemm.block_rows,
+        "STAGES": gemm.num_stages,
         "UNROLL": 1,
         "ROW_TILES": 1,
         "PDL": capability >= 90,
     }
-    signature = {
-        name: "constexpr" if name in constants else pointers.get(name, "i32") for name in down_kernel.arg_names
-    }
-    places = {name: (place,) for place, name in enumerate(down_kernel.arg_names)}
+    return compile_kernel(down_kernel, capability, pointers, constants, gemm.num_warps)
+
+
+def compile_kernel(
+    kernel: Any, capability: int, pointers: dict[str, str], constants: dict[str, Any], num_warps: int
+) -> Any:
+    """A kernel with arguments of these kinds, all pointers at multiples of 16 bytes; the others are int32."""
+    places = {name: (place,) for place, name in enumerate(kernel.arg_names)}
     source = ASTSource(
-        fn=down_kernel,
-        signature=signature,
+        fn=kernel,
+        signature={n: "constexpr" if n in constants else pointers.get(n, "i32") for n in kernel.arg_names},
         constexprs={places[name]: value for name, value in constants.items() if name in places},
-        attrs={places[name]: [["tt.divisibility", 16]] for name in pointers},
+        attrs={places[name]: [["tt.divisibility", 16]] for name in pointers if name in places},
     )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -84,7 +94,7 @@ def compile_down(capability: int, dtype: torch.dtype, scaling: str, block_tokens
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_for_each_capability(capability: int, scaling: str, dtype: torch.dtype) -> None:
     """Hopper must get wgmma with the weights in registers, Ampere mma; the codes are masked, not converted."""
-    ptx = compile_down(capability, dtype, scaling, 32, 64).asm["ptx"]
+    ptx = compile_down(capability, dtype, GemmConfig(32, 64, 4, 3, scaling)).asm["ptx"]
     assert ("wgmma.mma_async" if capability == 90 else "mma.sync") in ptx
     assert ("0x00F000F0" if dtype == torch.bfloat16 else "0x64006400") in ptx
     assert "cvt.rn.bf16.s" not in ptx
@@ -97,13 +107,60 @@ def test_no_product_is_in_flight_when_its_operand_is_overwritten(scaling: str) -
 
     Every loop that multiplies must wait for all of its products within the iteration.
     """
-    ir = compile_down(90, torch.float16, scaling, 64, 128).asm["ttgir"]
+    ir = compile_down(90, torch.float16, GemmConfig(64, 128, 4, 3, scaling)).asm["ttgir"]
     loops = [body for body in re.findall(r"scf\.for.*?scf\.yield", ir, re.S) if "warp_group_dot " in body]
     assert loops
     for body in loops:
         waits = re.findall(r"warp_group_dot_wait .*?pendings = (\d+)", body)
         assert waits
         assert waits[-1] == "0"
+
+
+@pytest.mark.parametrize("capability", [80, 86, 120])
+def test_what_is_launched_without_a_table_fits_every_gpu(capability: int) -> None:
+    """Capabilities 8.6, 8.9 and 12.0 have 99 KiB of shared memory a program; tiles in FP32 are twice as large."""
+    for dtype in TYPES:
+        meta = ExpertsMeta("triton", 8, 2048, 768, 128, 128, True, "float", dtype)
+        for gemm in {choose(meta, tokens, 2, False, -1).down for tokens in (4, 64, 4096)}:
+            assert compile_down(capability, dtype, gemm).metadata.shared <= 99 << 10, (dtype, gemm)
+
+
+SUMMED = re.compile(r'"tt.reduce"\(%\w+\) <\{axis = 1.*?tensor<(\d+)x(\d+)xf32, (#\w+)>\)', re.S)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("columns", "sum_width"), [(256, 128), (576, 64), (1024, 128), (2816, 128)])
+def test_a_tokens_sums_are_added_alike_for_any_number_of_slots(
+    columns: int, sum_width: int, dtype: torch.dtype
+) -> None:
+    """How a sum's columns lie over threads is the order they are added in: with twice the warps for one token, rows of
+    up to 1024 columns were added in another order between 513 and 1024 slots, batch-invariant or not."""
+    pointers = dict.fromkeys(("x", "scaled"), TYPES[dtype][0]) | {"group_sums": "*fp32", "x_stride": "i32"}
+    pointers |= dict.fromkeys(
+        ("topk_ids", "expert_map", "sorted_slots", "blocks", "other_blocks", "flags", "counts"), "*i32"
+    )
+    sums = -(-columns // sum_width)
+    constants = {
+        "HAS_MAP": False,
+        "BLOCK_TOKENS": 32,
+        "OTHER_BLOCK_TOKENS": 32,
+        "BINS": 8,
+        "STEP": 256,
+        "TOKEN": (columns, sum_width, sums, triton.next_power_of_2(sums), 0, 0, 32),
+        "PDL": True,
+    }
+    launches = [(align._align_kernel, align.one_launch_shape(slots)) for slots in (1, 600, 1500, 8192)]
+    launches.append((align._count_kernel, (0, align._TOKEN_WARPS, 1)))
+    found = set()
+    for kernel, (chunk, warps, tokens) in launches:
+        more = {"CHUNK": chunk, "TOKENS": tokens} if chunk else {}
+        ir = compile_kernel(kernel, 90, pointers, constants | more, warps).asm["ttgir"]
+        ((rows, width, layout),) = SUMMED.findall(ir)
+        assert int(rows) == tokens * triton.next_power_of_2(sums)
+        (text,) = re.findall(rf"{layout} = #ttg\.blocked<\{{(.*?)\}}>", ir)
+        across = re.findall(r"(\w+) = \[\d+, (\d+)\]", text)
+        found.add((width, tuple(across[:3])))
+    assert len(found) == 1, found
 
 
 STREAMED = {

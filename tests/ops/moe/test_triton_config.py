@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +18,11 @@ pytest.importorskip("triton")
 
 from moe_samples import make_layer
 
-from vllm_ext.ops.moe import ExpertsMeta, backend_status
+from vllm_ext.ops.moe import ExpertsMeta, backend_status, dispatch
 from vllm_ext.ops.moe.dispatch import select_backend
 from vllm_ext.ops.moe.experts import CallOptions
 from vllm_ext.ops.moe.triton import backend, config, launch_sizes, stream
-from vllm_ext.ops.moe.triton.layout import plane_width
+from vllm_ext.ops.moe.triton.layout import plane_width, to_kernel_order
 
 META = ExpertsMeta("triton", 128, 2816, 704, 128, 64, True, "float", torch.bfloat16)
 TABLES = sorted((Path(config.__file__).parent / "configs").glob("*.json"))
@@ -75,6 +80,23 @@ def test_streaming_kernels_are_left_where_they_cannot_serve() -> None:
     assert backend.served(tiles, experts, layer.x, CallOptions()) == tiles
 
 
+@pytest.mark.parametrize(
+    "what", ["served", "no gate", "bias of w13", "bias of w2", "weight on input", "FP32", "address", "stride", "device"]
+)
+def test_streaming_kernels_serve_only_what_they_were_made_for(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """They know no biases, no experts without a gate, no weights on the input, and copy 16 bytes at a time."""
+    monkeypatch.setattr(stream, "usable", lambda device: what != "device")
+    layer = make_layer(experts=2, hidden=256, intermediate=128, groups=(128, 128), gated=what != "no gate", bias=True)
+    biases = [layer.biases[f"{name}_bias"] if what == f"bias of {name}" else None for name in ("w13", "w2")]
+    experts = backend.prepare(layer.w13, layer.w2, *biases, torch.device("cpu"), torch.bfloat16)
+    wide = torch.zeros(4, 264 if what == "stride" else 272, dtype=torch.float32 if what == "FP32" else torch.bfloat16)
+    x = wide[:, 1:257] if what == "address" else wide[:, :256]
+    streamed = config.GemmConfig(8, 64, 4, 12, programs=4)
+    options = CallOptions(apply_router_weight_on_input=what == "weight on input")
+    got = backend.served(config.LaunchConfig(streamed, streamed), experts, x, options)
+    assert [bool(gemm.programs) for gemm in (got.gate_up, got.down)] == [what == "served"] * 2
+
+
 @pytest.mark.parametrize("groups", [(64, 64), (128, 128), (32, 32)])
 def test_wide_kernels_serve_groups_of_64_with_two_halves(
     monkeypatch: pytest.MonkeyPatch, groups: tuple[int, int]
@@ -122,6 +144,15 @@ def test_narrower_groups_are_straddled_by_tiles_but_not_by_planes(group: int, pl
     assert plane_width(512, group) == plane
 
 
+def test_scales_wider_than_the_activations_are_narrowed() -> None:
+    """The persistent kernels read a scale and a zero point as one word of 32 bits."""
+    layer = make_layer(experts=2, hidden=64, intermediate=32, groups=(32, 32), dtype=torch.float16)
+    weight = replace(layer.w13, scale=layer.w13.scale.float(), zero_point=layer.w13.zero_point.float())
+    for dtype, stored in ((torch.float16, torch.float16), (torch.float32, torch.float32)):
+        assert to_kernel_order(weight, True, dtype).factors.dtype == stored
+    assert to_kernel_order(layer.w13, True, torch.float32).factors.dtype == torch.float16
+
+
 def test_a_tuned_shape_takes_the_row_below_its_slots_an_expert(h200: None) -> None:
     rows = config.load_table("NVIDIA H200")[config.shape_key(META, 8)]
     keys = sorted(rows, key=float)
@@ -138,8 +169,64 @@ def test_a_shape_without_a_table_takes_the_rule(h200: None) -> None:
         assert config.choose(unknown, tokens, 4, False, 0) == config.rule(tokens * 4 / 60)
 
 
+def test_a_gpu_without_a_table_takes_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "_device_name", lambda index: "NVIDIA A10")
+    config.choose.cache_clear()
+    assert config.choose(META, 64, 8, False, 0) == config.rule(4)
+    config.choose.cache_clear()
+
+
+def test_the_rule_takes_larger_blocks_for_more_slots_an_expert() -> None:
+    """Not larger than there are slots for: a block of 64 with one slot in it is 63 columns multiplied for nothing."""
+    blocks = [config.rule(slots).gate_up.block_tokens for slots in (0.06, 1, 8, 9, 24, 25, 100, 8192)]
+    assert blocks == [16, 16, 16, 32, 32, 64, 64, 64]
+    for slots in (1, 16, 100):
+        launch = config.rule(slots)
+        assert launch.down == launch.gate_up
+        assert not launch.down.programs
+
+
 def test_a_batch_invariant_call_is_launched_alike_at_every_size(h200: None) -> None:
     assert len({config.choose(META, tokens, 8, True, 0) for tokens in (1, 8, 64, 4096, 131072)}) == 1
+
+
+@pytest.mark.parametrize(("capability", "found"), [((7, 5), "reference"), ((8, 0), "triton"), ((12, 0), "triton")])
+def test_auto_takes_the_kernels_on_a_gpu_that_runs_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capability: tuple[int, int], found: str
+) -> None:
+    """And says, once, why it does not on an older one."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    dispatch._auto.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert [select_backend("auto", torch.device("cuda", 0)) for _ in range(2)] == [found] * 2
+    dispatch._auto.cache_clear()
+    reasons = [record.message for record in caplog.records]
+    assert len(reasons) == (found == "reference")
+    assert all("compute capability (7, 5) is below (8, 0)" in reason for reason in reasons)
+
+
+def test_a_layer_is_launched_on_the_gpu_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, which a model spread over several GPUs never changes."""
+    current = [0]
+
+    @contextmanager
+    def there(index: int) -> Iterator[None]:
+        current.append(index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", there)
+    monkeypatch.setattr(config, "_device_name", lambda index: "NVIDIA A10")
+    monkeypatch.setattr(backend, "run", lambda *arguments: current[-1])
+    for index in (0, 1):
+        device = torch.device("cuda", index)
+        x = SimpleNamespace(is_cuda=True, device=device, get_device=lambda device=device: device.index)
+        assert backend.apply(x, SimpleNamespace(meta=META), None, torch.zeros(4, 2), None, CallOptions()) == index
+    assert current == [0]
 
 
 def test_a_machine_without_cuda_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:

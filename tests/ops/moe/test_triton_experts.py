@@ -30,27 +30,6 @@ pytest.importorskip("triton")
 
 PACKAGE = "vllm_ext.ops.moe.triton"
 INTERPRETED = {**TOLERANCE, torch.bfloat16: 2.5e-2}
-FAR_OUTSIDE = -(1 << 20)
-
-
-@pytest.fixture(scope="module")
-def backend() -> ModuleType:
-    """The backend's module."""
-    return importlib.import_module(f"{PACKAGE}.backend")
-
-
-@pytest.fixture
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tensor that the backend allocates starts as NaN, or as an index far outside."""
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)
-        if tensor.is_floating_point():
-            return tensor.fill_(float("nan"))
-        return tensor.fill_(FAR_OUTSIDE) if tensor.dtype in (torch.int32, torch.int64) else tensor
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def run(backend: ModuleType, layer: Layer, expert_map: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
@@ -148,9 +127,11 @@ def test_padding_ids_give_zero_rows_and_leave_the_others_as_they_are(
         assert_close("one slot", out, replace(layer, ids=ids).expected(), TOLERANCE[torch.float16])
 
 
-@pytest.mark.parametrize("out_of_range", [4, 1 << 30])
+@pytest.mark.parametrize("out_of_range", [4, 1 << 30, (1 << 32) + 1, 1 - (1 << 32)])
 def test_ids_past_the_experts_are_not_routed(backend: ModuleType, poison: None, out_of_range: int) -> None:
+    """Past 32 bits as well, where the low half names an expert."""
     layer = make_layer(experts=4, hidden=64, intermediate=32, groups=(32, 32), tokens=3, dtype=torch.float16)
+    layer.ids = layer.ids.long() if abs(out_of_range) >> 31 else layer.ids
     layer.ids[0] = out_of_range
     layer.ids[1, 0] = out_of_range
     out = run(backend, layer)
@@ -162,7 +143,8 @@ def test_ids_past_the_experts_are_not_routed(backend: ModuleType, poison: None, 
 def test_expert_map_keeps_the_experts_of_this_rank(backend: ModuleType, poison: None, id_dtype: torch.dtype) -> None:
     """Global ids beyond the map, and experts of other ranks, contribute nothing."""
     layer = make_layer(experts=4, hidden=64, intermediate=32, groups=(32, 32), tokens=9, dtype=torch.float16)
-    expert_map = torch.tensor([2, -1, 0, 1, -1, 3])
+    # What lies past the map's end would name an expert.
+    expert_map = torch.tensor([2, -1, 0, 1, (1 << 32) + 1, 3, 0])[:6]
     layer.ids = torch.randint(-1, 9, layer.ids.shape, generator=torch.Generator().manual_seed(3)).to(id_dtype)
     out = run(backend, layer, expert_map)
     assert_close("map", out, layer.expected(expert_map=expert_map), TOLERANCE[torch.float16])
@@ -176,38 +158,67 @@ def test_a_batch_invariant_row_does_not_see_the_others(backend: ModuleType) -> N
         assert torch.equal(alone[0], out[row])
 
 
-def test_strided_activations_are_read_where_they_are(backend: ModuleType) -> None:
+def _strided(tensor: torch.Tensor, filling: float) -> torch.Tensor:
+    """`tensor` as every other element of a wider one."""
+    wide = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1]), filling, dtype=tensor.dtype)
+    wide[..., ::2] = tensor
+    return wide[..., ::2]
+
+
+def test_arguments_are_read_by_their_strides(backend: ModuleType) -> None:
+    """Parts of wider tensors, in rows and in columns: what lies between must not be read, nor the order be assumed."""
     layer = make_layer(experts=3, hidden=64, intermediate=32, groups=(32, 32), dtype=torch.float16)
-    wide = torch.full((layer.x.shape[0], 96), float("nan"), dtype=torch.float16)
-    wide[:, :64] = layer.x
-    assert torch.equal(run(backend, replace(layer, x=wide[:, :64])), run(backend, layer))
+    expert_map = torch.tensor([1, -1, 0, 2])
+    layer.ids = (layer.ids + 1) % 4
+    expected = run(backend, layer, expert_map)
+    rows = torch.full((layer.x.shape[0], 96), float("nan"), dtype=torch.float16)
+    rows[:, :64] = layer.x
+    for changed in (
+        {"x": rows[:, :64]},
+        {"x": layer.x.t().contiguous().t()},
+        {"x": _strided(layer.x, float("nan"))},
+        {"ids": _strided(layer.ids, 2)},
+        {"weights": _strided(layer.weights, float("nan"))},
+    ):
+        assert torch.equal(run(backend, replace(layer, **changed), expert_map), expected), changed.keys()
+    assert torch.equal(run(backend, layer, _strided(expert_map, 2)), expected)
 
 
-@pytest.mark.parametrize("one_launch_slots", [0, 1 << 20])
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 3, 1), (7, 4, 2), (300, 9, 3), (701, 9, 3)])
-def test_slots_are_listed_by_expert_in_order(
-    backend: ModuleType, poison: None, one_launch_slots: int, tokens: int, experts: int, top_k: int
-) -> None:
-    """One launch for few slots, three for many: the same list, the same blocks, unused blocks marked empty."""
-    align = importlib.import_module(f"{PACKAGE}.align")
-    generator = torch.Generator().manual_seed(tokens)
-    ids = torch.randint(-1, experts + 2, (tokens, top_k), generator=generator, dtype=torch.int32)
-    x = torch.randn(tokens, 96, generator=generator)
-    got = align.align(x, ids, None, experts, (16, 32), align.TokenForm(32, 16, 3, 1), one_launch_slots)
-    flat = ids.flatten().tolist()
-    expected = [slot for expert in range(experts) for slot, given_id in enumerate(flat) if given_id == expert]
-    assert got.sorted_slots[: len(expected)].tolist() == expected
-    for blocks, size in ((got.blocks, 16), (got.down_blocks, 32)):
-        wanted, first = [], 0
-        for expert in range(experts):
-            count = flat.count(expert)
-            wanted += [[expert, first + done, min(size, count - done)] for done in range(0, count, size)]
-            first += count
-        assert blocks[: len(wanted), :3].tolist() == wanted
-        assert blocks[len(wanted) :, 2].count_nonzero() == 0
-    torch.testing.assert_close(got.group_sums, x.reshape(tokens, 3, 32).sum(-1), atol=1e-4, rtol=0)
-    odd = torch.arange(96) // 16 % 2 == 1
-    assert torch.equal(got.x, torch.where(odd, x * 4, x * 8))
+@pytest.mark.parametrize("on_input", [False, True])
+def test_what_is_not_routed_may_hold_anything(backend: ModuleType, poison: None, on_input: bool) -> None:
+    """Rows of padding come from uninitialised buffers: NaN and infinity there stay there."""
+    layer = make_layer(experts=4, hidden=64, intermediate=32, groups=(32, 32), tokens=6, dtype=torch.float16)
+    layer.ids[0, 0], layer.weights[0, 0] = -1, float("nan")
+    layer.ids[1], layer.weights[1], layer.x[1] = 4, float("inf"), float("nan")
+    out = run(backend, layer, apply_router_weight_on_input=on_input)
+    assert out[1].count_nonzero() == 0
+    layer.weights[:2].nan_to_num_(0, 0)
+    layer.x[1] = 0
+    assert_close("padding", out, layer.expected(apply_router_weight_on_input=on_input), TOLERANCE[torch.float16])
+
+
+def test_biases_are_added_after_the_routers_weight_on_the_input(backend: ModuleType) -> None:
+    layer = make_layer(hidden=64, intermediate=32, groups=(32, 32), dtype=torch.float16, bias=True)
+    layer.biases = {name: 10 * bias for name, bias in layer.biases.items()}
+    options = {"apply_router_weight_on_input": True}
+    assert_close("bias", run(backend, layer, **options), layer.expected(**options), TOLERANCE[torch.float16])
+
+
+def test_the_clamped_activation_takes_its_numbers_from_the_call(backend: ModuleType) -> None:
+    layer = make_layer(hidden=64, intermediate=32, groups=(32, 32), dtype=torch.float16)
+    options = {"activation": "swigluoai", "swiglu_alpha": 0.6, "swiglu_limit": 0.5}
+    assert_close("clamped", run(backend, layer, **options), layer.expected(**options), TOLERANCE[torch.float16])
+
+
+def test_the_second_gemm_gets_sums_of_what_it_reads(backend: ModuleType) -> None:
+    """Of the rounded values: the zero points' term takes off offsets of up to 1024 times these sums on a GPU."""
+    layer = make_layer(hidden=64, intermediate=64, groups=(32, 32), dtype=torch.bfloat16)
+    experts = backend.prepare(layer.w13, layer.w2, None, None, torch.device("cpu"), torch.bfloat16)
+    config, options = importlib.import_module(f"{PACKAGE}.config").rule(1), CallOptions()
+    aligned = backend.align_call(config, layer.x, layer.ids, None, experts)
+    inner, sums = backend.gate_up(config, experts, layer.weights, aligned, layer.ids.shape[1], options)
+    expected = inner.double().reshape(*sums.shape, -1).sum(-1)
+    torch.testing.assert_close(sums.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)

@@ -23,7 +23,7 @@ from vllm_ext.ops.moe.triton.pdl import dependent_launch, wait_for_previous
 
 _ONE_LAUNCH_SLOTS = 8192
 _MANY_WARPS = 16
-_TOKENS_A_PROGRAM = 4
+_TOKEN_WARPS = 4
 _CHUNK_SLOTS = 256
 _PLACE_SLOTS = 32
 _MAX_CHUNKS = 256
@@ -57,8 +57,8 @@ def local_expert(ids, valid, expert_map, num_experts, num_global, HAS_MAP: tl.co
         known = valid & (ids >= 0) & (ids < num_global)
         ids = tl.load(expert_map + ids, mask=known, other=-1)
         valid = known
-    ids = ids.to(tl.int32)
-    return tl.where(valid & (ids >= 0) & (ids < num_experts), ids, -1)
+    # Compared before they are narrowed: 2^32 is no expert, and its low half is expert 0.
+    return tl.where(valid & (ids >= 0) & (ids < num_experts), ids, -1).to(tl.int32)
 
 
 @triton.jit
@@ -291,6 +291,17 @@ def _place_kernel(
     tl.store(sorted_slots + place, slot, mask=expert >= 0)
 
 
+def one_launch_shape(num_slots: int) -> tuple[int, int, int]:
+    """Slots that a program reads, its warps, and the tokens it prepares, when all happens in one launch.
+
+    As many warps a token as in three launches: so the threads' parts of a token's sums, and with them the sums' bits,
+    are the same for every number of slots.
+    """
+    chunk = next_power_of_2(max(num_slots, 128))
+    warps = min(max(chunk // 128, _TOKEN_WARPS), _MANY_WARPS)
+    return chunk, warps, warps // _TOKEN_WARPS
+
+
 def max_blocks(num_slots: int, num_experts: int, block_tokens: int) -> int:
     """Most blocks any routing can need: each expert hit may leave one block nearly empty."""
     return min(num_slots, (num_slots + min(num_slots, num_experts) * (block_tokens - 1)) // block_tokens)
@@ -344,9 +355,7 @@ def align(
     token = {"TOKEN": (columns, form.sum_width, sums, pow2, form.exponent, form.step, form.plane)}
     launch = {"PDL": pdl, "launch_pdl": pdl}
     if num_slots <= one_launch_slots:
-        chunk = next_power_of_2(max(num_slots, 128))
-        warps = min(max(chunk // 128, 4), _MANY_WARPS)
-        together = _TOKENS_A_PROGRAM if warps == _MANY_WARPS else 1
+        chunk, warps, together = one_launch_shape(num_slots)
         _align_kernel[(1 + num_experts + cdiv(num_tokens, together),)](
             topk_ids, id_map, x, scaled, sorted_slots, blocks, other, group_sums, flags, num_slots, *limits, num_flags,
             num_tokens, num_experts, num_global, x.stride(0),
@@ -358,7 +367,7 @@ def align(
     counts, offsets = torch.empty(2, num_chunks, ids["BINS"], dtype=torch.int32, device=x.device)
     _count_kernel[(num_chunks + num_tokens,)](
         topk_ids, id_map, x, scaled, counts, group_sums, num_slots, num_tokens, num_chunks, chunk_slots, num_experts,
-        num_global, x.stride(0), STEP=_CHUNK_SLOTS, num_warps=4, **ids, **token, **launch,
+        num_global, x.stride(0), STEP=_CHUNK_SLOTS, num_warps=_TOKEN_WARPS, **ids, **token, **launch,
     )  # fmt: skip
     _offset_kernel[(num_experts,)](
         counts, offsets, blocks, other, flags, num_chunks, *limits, num_flags, num_experts,

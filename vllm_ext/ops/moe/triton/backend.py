@@ -7,6 +7,7 @@ import functools
 import torch
 import triton.language as tl
 
+from vllm_ext.ops.fused.device import on_its_device
 from vllm_ext.ops.moe.experts import CallOptions, ExpertsMeta, PreparedExperts, experts_meta
 from vllm_ext.ops.moe.triton import stream
 from vllm_ext.ops.moe.triton.align import Alignment, TokenForm, align
@@ -76,6 +77,7 @@ def _asm(dtype: torch.dtype) -> bool:
     return not interpreting() and torch.version.hip is None and dtype != torch.float32
 
 
+@on_its_device
 def apply(
     hidden_states: torch.Tensor,
     experts: PreparedExperts,
@@ -106,6 +108,7 @@ def run(
     x = hidden_states if hidden_states.stride(1) == 1 else hidden_states.contiguous()
     topk_ids = topk_ids.contiguous()
     topk_weights = topk_weights.contiguous()
+    expert_map = expert_map.contiguous() if expert_map is not None else None
     aligned = align_call(config, x, topk_ids, expert_map, experts)
     inner, inner_sums = gate_up(config, experts, topk_weights, aligned, topk_ids.shape[1], options)
     slots = down(config, inner, inner_sums, experts, aligned)

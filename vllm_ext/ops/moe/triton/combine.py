@@ -12,6 +12,8 @@ from vllm_ext.ops.moe.triton.align import local_expert
 from vllm_ext.ops.moe.triton.launch_sizes import cdiv, next_power_of_2
 from vllm_ext.ops.moe.triton.pdl import dependent_launch, wait_for_previous
 
+_MOST_SLOTS = 63  # bits of the word that holds which of a token's slots are routed
+
 
 @triton.jit(do_not_specialize_on_alignment=["topk_ids", "topk_weights", "expert_map"])
 def _combine_kernel(
@@ -29,7 +31,6 @@ def _combine_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    tl.static_assert(TOP_K < 64)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     # The routing was there before the layer began: reading it need not wait for the second GEMM.
@@ -62,6 +63,11 @@ def combine(
 ) -> torch.Tensor:
     """out [M, H] = sum over k of slots[m * top_k + k] (times topk_weights[m, k] if `weighted`), FP32 inside."""
     tokens, top_k = topk_ids.shape
+    if top_k > _MOST_SLOTS:
+        raise ValueError(
+            f"fused_moe_w4a16: the triton backend adds up at most {_MOST_SLOTS} experts a token, got top_k {top_k}; "
+            'prepare the experts with backend="reference"'
+        )
     columns = slots.shape[1]
     out = torch.empty(tokens, columns, dtype=slots.dtype, device=slots.device)
     block = min(1024, next_power_of_2(columns))

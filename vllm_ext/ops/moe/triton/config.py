@@ -66,6 +66,10 @@ def shape_key(meta: ExpertsMeta, top_k: int) -> str:
     return f"H{meta.hidden_size}_I{meta.intermediate_size}_E{meta.num_experts}_K{top_k}"
 
 
+# FP32 activations are for checking: a ring of few and small tiles, which fits into every GPU's shared memory.
+_FP32 = LaunchConfig(GemmConfig(16, 64, 4, 2), GemmConfig(16, 64, 4, 2))
+
+
 @lru_cache(maxsize=16)
 def load_table(device_name: str) -> dict[str, dict[str, Any]]:
     """{shape: {slots per expert, as text: entry}} for a GPU, empty when there is none."""
@@ -104,9 +108,12 @@ def choose(meta: ExpertsMeta, num_tokens: int, top_k: int, batch_invariant: bool
     """The configuration for a call. device_index -1 is the interpreter.
 
     The table is looked up by the number of slots an expert gets on average, nearest below in its rows; a shape that it
-    lacks takes the rows of no other shape but the rule. A batch-invariant call takes one configuration for all sizes.
+    lacks takes the rows of no other shape but the rule. A batch-invariant call takes one configuration for all sizes,
+    and so does every call in FP32.
     """
     per_expert = num_tokens * top_k / meta.num_experts
+    if meta.dtype == torch.float32:
+        return _FP32
     if batch_invariant:
         return rule(_BATCH_INVARIANT_TOKENS / 2)
     rows = load_table(_device_name(device_index)).get(shape_key(meta, top_k), {}) if device_index >= 0 else {}

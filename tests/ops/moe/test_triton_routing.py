@@ -1,0 +1,94 @@
+"""The first and the last launch of the Triton experts, slots grouped by expert and summed by token, interpreted.
+
+Runs in a process of its own, which test_triton_interpreted.py starts.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("runs in a process with TRITON_INTERPRET=1: test_triton_interpreted.py", allow_module_level=True)
+pytest.importorskip("triton")
+
+from vllm_ext.ops.moe.triton import align
+from vllm_ext.ops.moe.triton.combine import combine
+
+FLAGS = 700
+# (most slots of one launch, slots of a chunk, most chunks): one launch; three, with one pass over the chunks' counts
+# and a step a chunk; three with two passes; three with chunks of many steps, as 65536 slots and more have.
+LAUNCHES = {"one": (1 << 20, 256, 256), "three": (0, 256, 256), "chunks": (0, 32, 256), "steps": (0, 32, 8)}
+
+
+@pytest.mark.parametrize("launches", LAUNCHES)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"), [(1, 3, 1), (7, 4, 2), (300, 9, 3), (300, 1, 2), (1100, 5, 1), (701, 9, 3)]
+)
+def test_slots_are_listed_by_expert_in_order(
+    monkeypatch: pytest.MonkeyPatch, poison: None, launches: str, tokens: int, experts: int, top_k: int
+) -> None:
+    """One launch for few slots, three for many: the same list, the same blocks, unused blocks marked empty."""
+    one_launch_slots, chunk_slots, max_chunks = LAUNCHES[launches]
+    monkeypatch.setattr(align, "_CHUNK_SLOTS", chunk_slots)
+    monkeypatch.setattr(align, "_MAX_CHUNKS", max_chunks)
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(-1, experts + 2, (tokens, top_k), generator=generator, dtype=torch.int32)
+    x = torch.randn(tokens, 96, generator=generator)
+    form = align.TokenForm(32, 16, 3, 1)
+    got = align.align(x, ids, None, experts, (16, 32), form, one_launch_slots, num_flags=FLAGS)
+    flat = ids.flatten().tolist()
+    expected = [slot for expert in range(experts) for slot, given_id in enumerate(flat) if given_id == expert]
+    assert got.sorted_slots[: len(expected)].tolist() == expected
+    for blocks, size in ((got.blocks, 16), (got.down_blocks, 32)):
+        wanted, first = [], 0
+        for expert in range(experts):
+            count = flat.count(expert)
+            wanted += [[expert, first + done, min(size, count - done)] for done in range(0, count, size)]
+            first += count
+        assert blocks[: len(wanted), :3].tolist() == wanted
+        assert blocks[len(wanted) :, 2].count_nonzero() == 0
+        assert blocks[0, 3] == len(wanted)
+    assert got.flags.tolist() == [0] * FLAGS
+    torch.testing.assert_close(got.group_sums, x.reshape(tokens, 3, 32).sum(-1), atol=1e-4, rtol=0)
+    odd = torch.arange(96) // 16 % 2 == 1
+    assert torch.equal(got.x, torch.where(odd, x * 4, x * 8))
+
+
+@pytest.mark.parametrize("block_tokens", [8, 16, 64])
+@pytest.mark.parametrize("experts", [1, 5, 40])
+def test_blocks_have_room_for_the_routing_that_needs_most(experts: int, block_tokens: int) -> None:
+    """Every expert hit leaves a block of one slot: an entry less would be written past the end of the table."""
+    for slots in (1, 4, 7, 64, 200):
+        hit = min(experts, slots)
+        first = slots - (hit - 1)  # one slot for every other expert hit, the rest for one
+        needed = -(-first // block_tokens) + hit - 1
+        assert align.max_blocks(slots, experts, block_tokens) >= needed
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_tokens_slots_are_added_in_their_order(poison: None, weighted: bool) -> None:
+    """To the bit, over more columns than one program takes; and what is not routed adds nothing, NaN or not."""
+    tokens, top_k, columns, experts = 5, 4, 1100, 3
+    generator = torch.Generator().manual_seed(1)
+    slots = torch.randn(tokens * top_k, columns, generator=generator) * 10.0 ** torch.arange(20)[:, None].fmod(7)
+    ids = torch.randint(0, experts, (tokens, top_k), generator=generator)
+    weights = torch.rand(tokens, top_k, generator=generator)
+    ids[0, 1], ids[1], ids[2, 3] = -1, experts, -1
+    slots[1], slots[4:8], slots[11] = float("nan"), float("inf"), float("nan")
+    weights[0, 1], weights[1] = float("nan"), float("inf")
+    expected = torch.zeros(tokens, columns)
+    for token in range(tokens):
+        for k in range(top_k):
+            if 0 <= ids[token, k] < experts:
+                expected[token] += slots[token * top_k + k] * (weights[token, k] if weighted else 1.0)
+    assert torch.equal(combine(slots, ids, weights, None, experts, weighted), expected)
+
+
+def test_more_slots_a_token_than_a_word_has_bits_are_refused() -> None:
+    slots, ids, weights = torch.zeros(64, 16), torch.zeros(1, 64, dtype=torch.int32), torch.ones(1, 64)
+    with pytest.raises(ValueError, match=r'at most 63 .* got top_k 64; prepare .* backend="reference"'):
+        combine(slots, ids, weights, None, 1, True)
+    assert combine(slots[:63], ids[:, :63], weights[:, :63], None, 1, True).count_nonzero() == 0
