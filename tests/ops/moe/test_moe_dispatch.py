@@ -74,8 +74,9 @@ def _weight(*shape: int, **options):
         ((2, 64, 32), (3, 32, 32), {}, "2 experts and w2 has 3"),
         ((2, 64, 32), (2, 40, 32), {}, "H=32.*H=40"),
         ((2, 48, 32), (2, 32, 32), {}, "2I=64.*I=32.*got 48"),
-        ((2, 64, 32), (2, 32, 32), {"w13_bias": torch.zeros(2, 32)}, r"w13_bias must be \[2, 64\], got \[2, 32\]"),
-        ((2, 64, 32), (2, 32, 32), {"w2_bias": torch.zeros(64)}, r"w2_bias must be \[2, 32\], got \[64\]"),
+        ((2, 64, 32), (2, 32, 32), {"w13_bias": torch.zeros(2, 32)}, r"w13_bias must be floating \[2, 64\].*\[2, 32\]"),
+        ((2, 64, 32), (2, 32, 32), {"w2_bias": torch.zeros(64)}, r"w2_bias must be floating \[2, 32\], got .*\[64\]"),
+        ((2, 64, 32), (2, 32, 32), {"w2_bias": torch.zeros(2, 32).int()}, "must be floating.*got torch.int32"),
         ((2, 64, 32), (2, 32, 32), {"dtype": torch.float64}, "dtype must be one of.*float64"),
     ],
 )
@@ -97,7 +98,11 @@ def test_weights_with_different_kinds_of_zero_point_are_refused() -> None:
         ({"topk_ids": torch.zeros(5, 3, dtype=torch.int32)}, r"\[5, 2\] and \[5, 3\]"),
         ({"topk_ids": torch.zeros(4, 2, dtype=torch.int32)}, "M=5"),
         ({"topk_ids": torch.zeros(5, 2)}, "int32 or int64, got torch.float32"),
-        ({"expert_map": torch.zeros(2, 2, dtype=torch.int32)}, "integer vector"),
+        ({"expert_map": torch.zeros(2, 2, dtype=torch.int32)}, r"must be a vector.*got torch.int32 \[2, 2\]"),
+        ({"expert_map": torch.zeros(2, dtype=torch.bool)}, r"signed integers.*torch.bool \[2\]"),
+        ({"topk_weights": torch.zeros(5, 2, dtype=torch.int64)}, "topk_weights must be floating, got torch.int64"),
+        ({"topk_ids": torch.zeros(5, 2, dtype=torch.int32, device="meta")}, "on 'cpu'; got .*topk_ids on 'meta'"),
+        ({"expert_map": torch.zeros(2, dtype=torch.int32, device="meta")}, "on 'cpu'; got .*expert_map on 'meta'"),
         ({"activation": "swish"}, "silu.*got 'swish'"),
     ],
 )
@@ -122,3 +127,15 @@ def test_another_dtype_than_prepared_for_is_computed_and_returned() -> None:
     out = layer.run(experts)
     assert out.dtype == torch.float32
     assert torch.equal(out, rounded.float())
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_call_without_rows_or_without_slots_returns(backend: str) -> None:
+    """Idle data-parallel ranks call with no token; nothing of the kernels may depend on there being one."""
+    layer = make_layer(hidden=64, intermediate=32)
+    experts = layer.prepare(backend=backend)
+    assert layer.rows(slice(0, 0)).run(experts).shape == (0, 64)
+    layer.ids, layer.weights = layer.ids[:, :0], layer.weights[:, :0]
+    out = layer.run(experts)
+    assert out.shape == layer.x.shape
+    assert out.count_nonzero() == 0

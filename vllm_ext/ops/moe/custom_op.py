@@ -57,7 +57,7 @@ def _call_fake(
     tensors: list[torch.Tensor],
     meta: str,
 ) -> torch.Tensor:
-    return torch.empty_like(hidden_states)
+    return hidden_states.new_empty(hidden_states.shape)
 
 
 _LIBRARY.impl("fused_moe_w4a16", _call, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]

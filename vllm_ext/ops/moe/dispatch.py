@@ -26,6 +26,7 @@ _PREFERENCE = {"cuda": ("triton",), "cpu": ("cpu",), "npu": ("npu",)}
 _TAKES_TOP_K = ("cpu",)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ID_DTYPES = (torch.int32, torch.int64)
+_MAP_DTYPES = (torch.int8, torch.int16, *_ID_DTYPES)
 
 
 class Backend(Protocol):
@@ -173,15 +174,18 @@ def check_call(
         )
     if topk_ids.dtype not in _ID_DTYPES:
         raise ValueError(f"fused_moe_w4a16: topk_ids must be int32 or int64, got {topk_ids.dtype}")
+    if not topk_weights.is_floating_point():
+        raise ValueError(f"fused_moe_w4a16: topk_weights must be floating, got {topk_weights.dtype}")
     if hidden_states.dtype not in _DTYPES:
         raise ValueError(
             f"fused_moe_w4a16: hidden_states must be one of {[str(d) for d in _DTYPES]}, got {hidden_states.dtype}"
         )
-    if expert_map is not None and (expert_map.dim() != 1 or expert_map.is_floating_point()):
+    if expert_map is not None and (expert_map.dim() != 1 or expert_map.dtype not in _MAP_DTYPES):
         raise ValueError(
-            f"fused_moe_w4a16: expert_map must be an integer vector [global_experts], got {expert_map.dtype} "
-            f"{list(expert_map.shape)}"
+            "fused_moe_w4a16: expert_map must be a vector [global_experts] of signed integers (-1: not on this rank), "
+            f"got {expert_map.dtype} {list(expert_map.shape)}"
         )
+    _check_devices(experts.device, hidden_states, topk_weights, topk_ids, expert_map)
     if options.activation not in ACTIVATIONS:
         raise ValueError(f"fused_moe_w4a16: activation must be one of {ACTIVATIONS}, got {options.activation!r}")
     if options.activation == "swigluoai" and not meta.gated:
@@ -189,6 +193,17 @@ def check_call(
             "fused_moe_w4a16: swigluoai needs gated experts (w13 of 2I rows); these have no gate, use a one-argument "
             f"activation: {ACTIVATIONS[:-1]}"
         )
+
+
+def _check_devices(device: torch.device, *arguments: torch.Tensor | None) -> None:
+    if all(tensor is None or tensor.device == device for tensor in arguments):
+        return
+    names = ("hidden_states", "topk_weights", "topk_ids", "expert_map")
+    given = zip(names, arguments, strict=True)
+    raise ValueError(
+        f"fused_moe_w4a16: all arguments must be where the experts are, on {str(device)!r}; got "
+        + ", ".join(f"{name} on {str(tensor.device)!r}" for name, tensor in given if tensor is not None)
+    )
 
 
 def apply_experts(
@@ -202,7 +217,7 @@ def apply_experts(
     """`fused_moe_w4a16` with its options in one object, as the custom op carries them."""
     check_call(hidden_states, experts, topk_weights, topk_ids, expert_map, options)
     if not topk_ids.numel():
-        return torch.zeros_like(hidden_states)
+        return hidden_states.new_zeros(hidden_states.shape)
     meta = experts.meta
     given = hidden_states.dtype
     x = hidden_states if given == meta.dtype else hidden_states.to(meta.dtype)

@@ -48,6 +48,11 @@ class PreparedExperts:
         return self.meta.backend
 
     @property
+    def device(self) -> torch.device:
+        """Where the prepared tensors are."""
+        return next(iter(self.tensors.values())).device
+
+    @property
     def nbytes(self) -> int:
         """Bytes held by the prepared tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
@@ -110,5 +115,7 @@ def check_weights(
             f"{w13.zero_point_kind or 'symmetric'} and {w2.zero_point_kind or 'symmetric'}"
         )
     for name, bias, shape in (("w13_bias", w13_bias, (experts, rows)), ("w2_bias", w2_bias, (experts, hidden))):
-        if bias is not None and tuple(bias.shape) != shape:
-            raise ValueError(f"prepare_experts: {name} must be {list(shape)}, got {list(bias.shape)}")
+        if bias is not None and (tuple(bias.shape) != shape or not bias.is_floating_point()):
+            raise ValueError(
+                f"prepare_experts: {name} must be floating {list(shape)}, got {bias.dtype} {list(bias.shape)}"
+            )
