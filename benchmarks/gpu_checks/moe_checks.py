@@ -12,7 +12,7 @@ import hashlib
 import multiprocessing
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ STREAMED = {
     "few": LaunchConfig(_streamed(8, 128, 4, 4), _streamed(16, 256, 8, 2)),
     "some": LaunchConfig(_streamed(32, 128, 4, 3), _streamed(32, 256, 8, 1)),
     "shared": LaunchConfig(_streamed(8, 64, 4, 4, True), _streamed(8, 256, 8, 2, True)),
+    "guessed": LaunchConfig(replace(_streamed(8, 128, 4, 4), guess=True), _streamed(8, 256, 4, 2)),
+    "guessed, more": LaunchConfig(replace(_streamed(16, 128, 4, 2), guess=True), _streamed(32, 128, 4, 3)),
     "wide, few": LaunchConfig(_wide(16, 128, 4, 2), _wide(16, 256, 8, 2)),
     "wide, some": LaunchConfig(_wide(32, 128, 4, 2), _wide(32, 256, 8, 2)),
     "wide, more": LaunchConfig(_wide(64, 128, 4, 2), _wide(64, 256, 8, 1)),
@@ -73,7 +75,8 @@ def cases(small: bool) -> list[Case]:
     if small:
         whole = Shape("whole tiles", 256, 192, 8, 2, 128, 64, "silu")
         made = [Case(tiny, 3), Case(tiny, 70, padding=True), Case(ODD, 17, None, bias=True), Case(tiny, 600)]
-        kinds = ((5, "few"), (5, "shared"), (40, "some"), (40, "wide, some"), (200, "wide, more"), (600, "wide, many"))
+        kinds = [(5, "few"), (5, "shared"), (9, "guessed"), (40, "some"), (40, "wide, some"), (200, "wide, more")]
+        kinds.append((600, "wide, many"))
         return made + [Case(whole, m, streamed=kind) for m, kind in kinds]
     dg, qwen, qwen35 = (SHAPES[n] for n in ("DiffusionGemma", "Qwen3-30B-A3B", "Qwen3.5-35B-A3B"))
     made = [Case(dg, m) for m in (1, 8, 32, 64, 256, 1024, 4096)]
@@ -82,12 +85,14 @@ def cases(small: bool) -> list[Case]:
     made += [Case(tiny, 33, activation=a, bias=True) for a in ("silu", "gelu", "gelu_tanh", "relu2", "swigluoai")]
     made += [Case(ODD, m, zero, bias=True) for m in (5, 200) for zero in ("float", "int", None)]
     made += [Case(qwen, 64, weight_on_input=True), Case(qwen, 64, expert_map=True), Case(dg, 300, batch_invariant=True)]
-    kinds = ((64, "few"), (64, "shared"), (256, "some"), (256, "wide, some"), (600, "wide, more"), (1024, "wide, many"))
-    made += [Case(dg, m, zero, streamed=kind) for m, kind in kinds for zero in ("int", None)]
-    kinds = ((32, "few"), (32, "shared"), (300, "some"), (64, "wide, few"), (300, "wide, some"), (4096, "wide, many"))
+    guessed = [(64, "guessed"), (256, "guessed, more")]
+    kinds = [(64, "few"), (64, "shared"), (256, "some"), (256, "wide, some"), (600, "wide, more"), (1024, "wide, many")]
+    made += [Case(dg, m, zero, streamed=kind) for m, kind in (*kinds, *guessed) for zero in ("int", None)]
+    kinds = [(32, "few"), (32, "shared"), (300, "some"), (64, "wide, few"), (300, "wide, some"), (4096, "wide, many")]
     made += [Case(dg, m, dtype=torch.float16, streamed=kind) for m, kind in kinds]
-    kinds = ((64, "few"), (64, "shared"), (256, "some"), (64, "wide, few"), (256, "wide, some"), (1024, "wide, more"))
-    made += [Case(qwen, m, expert_map=True, streamed=kind) for m, kind in kinds]
+    kinds = [(64, "few"), (64, "shared"), (256, "some"), (64, "wide, few"), (256, "wide, some"), (1024, "wide, more")]
+    made += [Case(qwen, m, expert_map=True, streamed=kind) for m, kind in (*kinds, *guessed)]
+    made += [Case(replace(qwen, group_w2=64), m) for m in (64, 256, 1024)]
     return [*made, Case(dg, 128, padding=True), Case(dg, 16, padding=True)]
 
 

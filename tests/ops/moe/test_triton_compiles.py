@@ -184,9 +184,9 @@ def compile_streamed(gemm: GemmConfig, dtype: torch.dtype) -> Any:
     pointer, factor_dtype = TYPES[dtype]
     sizes = stream.Sizes(768, 2048, 128, 32, 32)
     form = code_form(dtype, True, gemm.scaling)
-    words, factors = gl.NVMMASharedLayout(64, 16, 2), gl.NVMMASharedLayout(0, 32, 1)
+    words, factors = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(0, 32, 1)
     kinds = {
-        "words": f"tensordesc<i16[{gemm.block_rows}, 32],{words!r}>",
+        "words": f"tensordesc<i16[{gemm.block_rows // 2}, 64],{words!r}>",
         "factors_tiles": f"tensordesc<i32[{gemm.block_rows}],{factors!r}>",
         "alpha": "fp32",
         "limit": "fp32",

@@ -112,6 +112,10 @@ def test_wide_kernels_serve_groups_of_64_with_two_halves(
     assert got.gate_up.block_rows == got.down.block_rows == expected
     assert bool(got.gate_up.programs) == bool(got.down.programs) == (groups[0] != 32)
     assert got.gate_up.block_tokens == (64 if groups[0] == 32 else 128)
+    few = config.GemmConfig(32, 256, 8, 12, programs=2)
+    got = backend.served(config.LaunchConfig(few, few), experts, layer.x.bfloat16(), CallOptions())
+    on_codes = config.GemmConfig(32, 256, 8, 24, "operand", programs=2)
+    assert got.down == {64: on_codes, 128: few}.get(groups[0], config.GemmConfig(32, 128, 4, 3))
 
 
 @pytest.mark.parametrize(("tokens", "rows", "warps", "programs"), [(8, 64, 4, 4), (16, 128, 8, 2), (32, 128, 8, 2)])

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm_ext.ops.moe.triton.dequant import scale_activations
 from vllm_ext.ops.moe.triton.launch_sizes import cdiv, next_power_of_2
@@ -48,6 +49,7 @@ class Alignment:
     x: torch.Tensor
     group_sums: torch.Tensor
     flags: torch.Tensor
+    sparse: tuple[bool, bool] = (False, False)
 
 
 @triton.jit
@@ -80,14 +82,26 @@ def _write_blocks(blocks, max_blocks, counts, first, count, BINS: tl.constexpr, 
 
 
 @triton.jit
-def _write_all_blocks(blocks, max_blocks, counts, BINS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """The blocks of all experts, from one program; the unused ones cleared."""
+def _write_all_blocks(
+    blocks, max_blocks, counts, num_experts, BINS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, SPARSE: tl.constexpr
+):
+    """The blocks of all experts, from one program; the unused ones cleared.
+
+    SPARSE: first a block of every expert, with slots or without, then further ones.
+    """
     needed = (counts + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-    place = tl.cumsum(needed, 0) - needed
     first = tl.cumsum(counts, 0) - counts
+    if SPARSE:
+        needed = tl.where(tl.arange(0, BINS) < num_experts, tl.maximum(needed, 1), 0)
+        place = num_experts - 1 + tl.cumsum(tl.maximum(needed - 1, 0), 0) - tl.maximum(needed - 1, 0)
+    else:
+        place = tl.cumsum(needed, 0) - needed
     for i in range(tl.max(needed)):
         ok = needed > i
-        entry = blocks + (place + i) * 4
+        at = place + i
+        if SPARSE:
+            at = tl.where(i == 0, tl.arange(0, BINS), at)
+        entry = blocks + at * 4
         tl.store(entry, tl.arange(0, BINS), mask=ok)
         tl.store(entry + 1, first + i * BLOCK_TOKENS, mask=ok)
         tl.store(entry + 2, tl.minimum(counts - i * BLOCK_TOKENS, BLOCK_TOKENS), mask=ok)
@@ -159,10 +173,15 @@ def _align_kernel(
     CHUNK: tl.constexpr,
     TOKEN: tl.constexpr,
     TOKENS: tl.constexpr,
+    SPARSE: tl.constexpr,
+    OTHER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The first program cuts the blocks, the next E each list an expert's slots, the others prepare TOKENS tokens."""
-    wait_for_previous(PDL)
+    if PDL:
+        # Before the wait: the first GEMM's programs have weights to ask for meanwhile.
+        gdc_launch_dependents()
+        gdc_wait()
     pid = tl.program_id(0) - 1
     if pid >= num_experts:
         first = (pid - num_experts) * TOKENS
@@ -173,9 +192,9 @@ def _align_kernel(
         # Alone in needing all counts: counting is what takes longest here.
         if pid < 0:
             counts = tl.histogram(expert, BINS, mask=expert >= 0)
-            _write_all_blocks(blocks, max_blocks, counts, BINS, BLOCK_TOKENS)
-            if OTHER_BLOCK_TOKENS != BLOCK_TOKENS:
-                _write_all_blocks(other_blocks, other_max_blocks, counts, BINS, OTHER_BLOCK_TOKENS)
+            _write_all_blocks(blocks, max_blocks, counts, num_experts, BINS, BLOCK_TOKENS, SPARSE)
+            if OTHER:
+                _write_all_blocks(other_blocks, other_max_blocks, counts, num_experts, BINS, OTHER_BLOCK_TOKENS, False)
         else:
             _clear_flags(flags, num_flags, pid, num_experts)
             mine = (expert == pid).to(tl.int32)
@@ -327,6 +346,7 @@ def align(
     form: TokenForm,
     one_launch_slots: int = _ONE_LAUNCH_SLOTS,
     num_flags: int = 0,
+    sparse: tuple[bool, bool] = (False, False),
 ) -> Alignment:
     """Group the slots of topk_ids [M, top_k] by expert and bring x [M, K] into the first GEMM's form.
 
@@ -335,17 +355,21 @@ def align(
     num_tokens, columns = x.shape
     num_slots = topk_ids.numel()
     sums = -(-columns // form.sum_width)
-    limits = [max_blocks(num_slots, num_experts, size) for size in block_tokens]
+    sparse = sparse if num_slots <= one_launch_slots else (False, False)
+    limits = [
+        num_experts + num_slots // size if listed else max_blocks(num_slots, num_experts, size)
+        for size, listed in zip(block_tokens, sparse, strict=True)
+    ]
     # Every part starts at a multiple of 16 bytes, so that one compiled kernel serves all sizes.
     table = -(-num_slots // 4) * 4
     ints = torch.empty(table + 4 * sum(limits) + num_flags, dtype=torch.int32, device=x.device)
     sorted_slots, blocks = ints[:num_slots], ints[table : table + 4 * limits[0]].view(-1, 4)
-    same = block_tokens[0] == block_tokens[1]
+    same = block_tokens[0] == block_tokens[1] and sparse[0] == sparse[1]
     other = blocks if same else ints[table + 4 * limits[0] : table + 4 * sum(limits)].view(-1, 4)
     flags = ints[table + 4 * sum(limits) :]
     group_sums = torch.empty(num_tokens, sums, dtype=torch.float32, device=x.device)
     scaled = torch.empty(num_tokens, columns, dtype=x.dtype, device=x.device) if form.exponent else x
-    aligned = Alignment(sorted_slots, blocks, other, scaled, group_sums, flags)
+    aligned = Alignment(sorted_slots, blocks, other, scaled, group_sums, flags, sparse)
     id_map = expert_map if expert_map is not None else topk_ids
     num_global = expert_map.shape[0] if expert_map is not None else 0
     pdl = dependent_launch(x.device)
@@ -359,7 +383,8 @@ def align(
         _align_kernel[(1 + num_experts + cdiv(num_tokens, together),)](
             topk_ids, id_map, x, scaled, sorted_slots, blocks, other, group_sums, flags, num_slots, *limits, num_flags,
             num_tokens, num_experts, num_global, x.stride(0),
-            CHUNK=chunk, TOKENS=together, num_warps=warps, **ids, **tokens, **token, **launch,
+            CHUNK=chunk, TOKENS=together, SPARSE=sparse[0], OTHER=not same, num_warps=warps,
+            **ids, **tokens, **token, **launch,
         )  # fmt: skip
         return aligned
     chunk_slots = max(_CHUNK_SLOTS, next_power_of_2(cdiv(num_slots, _MAX_CHUNKS)))

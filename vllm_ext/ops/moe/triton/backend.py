@@ -152,10 +152,15 @@ def _or_tiles(gemm: GemmConfig, plain: bool, size: stream.Sizes) -> GemmConfig:
 def _for_tiles_of(gemm: GemmConfig, columns: int) -> GemmConfig:
     """A table's row for tiles of so many columns. Rows are by shape alone, and may have been made with groups of 128.
 
-    In tiles of 64, those of groups of 64, the wide kernels take two halves of 128 rows and not one.
+    In tiles of 64, those of groups of 64, the wide kernels take two halves of 128 rows and not one, and what Qwen3's
+    row streams in 256 rows by 32 slots is faster with scales on the codes: 0.126 instead of 0.164 ms a layer.
     """
-    if columns == 64 and stream.wide(gemm) and gemm.block_rows == 128:
+    if columns > 64:
+        return gemm
+    if stream.wide(gemm) and gemm.block_rows == 128:
         return GemmConfig(gemm.block_tokens, 256, 8, gemm.num_stages, gemm.scaling, programs=1)
+    if not stream.wide(gemm) and (gemm.block_tokens, gemm.block_rows) == (32, 256):
+        return GemmConfig(32, 256, 8, 24, "operand", programs=2)
     return gemm
 
 
@@ -173,6 +178,14 @@ def sizes(experts: PreparedExperts) -> tuple[stream.Sizes, stream.Sizes]:
     return _sizes(experts.meta, words.shape[2], (words.shape[3], other.shape[3]))
 
 
+def _sparse(config: LaunchConfig) -> tuple[bool, bool]:
+    """Whether each GEMM's blocks begin with one for every expert: gate and up's guess asks for it, down can take it."""
+    gate_up, down = config.gate_up, config.down
+    guess = gate_up.guess and gate_up.programs > 0 and not stream.wide(gate_up) and not gate_up.split
+    takes = down.programs > 0 and not stream.wide(down) and not down.split
+    return guess, guess and takes and gate_up.block_tokens == down.block_tokens
+
+
 def align_call(
     config: LaunchConfig,
     x: torch.Tensor,
@@ -187,7 +200,7 @@ def align_call(
     token = TokenForm(_sum_width(meta.group_size_w13, plane), plane, form.activation_exponent, form.plane_step)
     blocks = (config.gate_up.block_tokens, config.down.block_tokens)
     num_flags = sum(stream.flag_count(gemm, x.device) for gemm in (config.gate_up, config.down))
-    return align(x, topk_ids, expert_map, meta.num_experts, blocks, token, num_flags=num_flags)
+    return align(x, topk_ids, expert_map, meta.num_experts, blocks, token, num_flags=num_flags, sparse=_sparse(config))
 
 
 def gate_up(
@@ -218,6 +231,7 @@ def gate_up(
             aligned.blocks, aligned.flags, inner, sums, top_k, options.activation, options.swiglu_alpha,
             options.swiglu_limit,
             (stride, sum_width, sums.shape[1], out_form.activation_exponent, out_form.plane_step, plane_w2),
+            meta.num_experts if aligned.sparse[0] else 0,
         )  # fmt: skip
         return inner, sums
     gate_up_kernel[(aligned.blocks.shape[0] * cdiv(tiles, gemm.row_tiles),)](
@@ -275,6 +289,7 @@ def down(
         stream.launch(
             gemm, sizes(experts)[1], words, factors, factor_dtype, form, inner, sums, aligned.sorted_slots,
             aligned.down_blocks, aligned.flags[stream.flag_count(config.gate_up, inner.device) :], out,
+            sparse=-1 if aligned.sparse[1] else 0,
         )  # fmt: skip
         return out
     down_kernel[(aligned.down_blocks.shape[0] * cdiv(rows, gemm.block_rows * gemm.row_tiles),)](

@@ -25,6 +25,8 @@ class GemmConfig:
     row_tiles  tiles of `block_rows` rows that one program computes
     programs   persistent programs a multiprocessor (stream.py), or 0: one program a tile (gemm.py)
     split      whether persistent programs share K tiles evenly, so that several add up one piece of work
+    guess      whether gate and up's persistent programs ask for their first weights while slots are listed, every
+               expert's first block being theirs whether it gets slots or not
     """
 
     block_tokens: int
@@ -37,6 +39,7 @@ class GemmConfig:
     row_tiles: int = 1
     programs: int = 0
     split: bool = False
+    guess: bool = False
 
 
 @dataclass(frozen=True)

@@ -68,19 +68,29 @@ def _produce(
     TILES: gl.constexpr = K // TILE
     ROW_TILES: gl.constexpr = ROWS // BLOCK_ROWS
     RUNS: gl.constexpr = TILE // p[4]
+    SPARSE: gl.constexpr = p[18]
     line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     t = gl.arange(0, TOKENS, layout=line)
     rank = gl.num_programs(0) - 1 - gl.program_id(0)
+    early = 0
     if GATHER:
+        if SPARSE > 0:
+            # The first blocks are those of the experts one after another: their weights need not wait for the table.
+            early = gl.where(rank < SPARSE * ROW_TILES, gl.minimum(TILES, STAGES), 0)
+            own = rank % ROW_TILES * BLOCK_ROWS
+            for i in range(early):
+                w, f = words_ring.index(i), factors_ring.index(i)
+                copy_weights(words, factors, full.index(i), w, f, rank // ROW_TILES, own, i, p)
         gdc_wait()
         gdc_launch_dependents()
     limit = gl.load(blocks + 3, cache_modifier=".cg")
     tile, last, skip = share(limit * ROW_TILES, rank, TILES, SPLIT)
     expert, first, count = load_first_block(blocks, tile // TILES // ROW_TILES, limit, SPLIT)
-    early = 0
     if not GATHER:
         # The block table was complete before the first GEMM began: weights need not wait for it, activations do.
         early = gl.minimum(gl.minimum(TILES - tile % TILES, last - tile), STAGES)
+        if SPARSE != 0:
+            early = gl.where(count > 0, early, 0)
         row = tile // TILES % ROW_TILES * BLOCK_ROWS
         for i in range(early):
             k = tile % TILES + i
@@ -101,6 +111,10 @@ def _produce(
         end = gl.minimum(TILES, start + last - tile)
         tile += end - start + skip
         next_expert, next_first, next_count = load_block(blocks, tile // TILES // ROW_TILES, limit)
+        if SPARSE != 0:
+            # Of a block without slots no more is copied than was asked for before that was known.
+            asked = gl.where(began == 0, early, 0)
+            end = gl.where(count > 0, end, start + asked)
         for i in range(start, end):
             bar = full.index(stage)
             if began >= early:
@@ -194,7 +208,8 @@ def _add_tiles(
     acc, other = nothing, nothing
     for _ in range(tiles):
         mbarrier.wait(full.index(stage), phase)
-        words, factors, x_tile = words_ring.index(stage), factors_ring.index(stage), x_ring.index(stage).slice(0, N)
+        words = words_ring.index(stage).reshape([p[5], p[3]])
+        factors, x_tile = factors_ring.index(stage), x_ring.index(stage).slice(0, N)
         if p[5] > ROWS:
             product, w, high, w_1 = _halves(words, x_tile, nothing, ROWS, operand, dtype_of(p[8]))
         else:
@@ -267,6 +282,7 @@ def _consume(
     HALF: gl.constexpr = p[16]
     ROW_TILES: gl.constexpr = p[1] // p[5]
     TILES: gl.constexpr = p[0] // (4 * p[3])
+    SPARSE: gl.constexpr = p[18]
     gdc_wait()
     gdc_launch_dependents()
     used = gl.load(blocks + 3)
@@ -274,6 +290,9 @@ def _consume(
     tile, last, skip = share(used * ROW_TILES, rank, TILES, SPLIT)
     stage = 0
     phase = 0
+    asked = 0
+    if SPARSE > 0:
+        asked = gl.where(rank < SPARSE * ROW_TILES, gl.minimum(TILES, p[7]), 0)
     _, first, count = load_first_block(blocks, tile // TILES // ROW_TILES, used, SPLIT)
     while tile < last:
         row = tile // TILES % ROW_TILES * p[5]
@@ -282,9 +301,12 @@ def _consume(
         end = gl.minimum(TILES, start + last - tile)
         tile += end - start + skip
         _, first, count = load_block(blocks, tile // TILES // ROW_TILES, used)
+        if SPARSE != 0:
+            end = gl.where(own_count > 0, end, start + asked)
+            asked = 0
         if SHORT < TOKENS and own_count <= SHORT:
             few, few_1, stage, phase = _add_tiles(
-                words_ring, factors_ring, x_ring, sums_ring, full, empty, TILES, stage, phase, SHORT, HALF, p
+                words_ring, factors_ring, x_ring, sums_ring, full, empty, end - start, stage, phase, SHORT, HALF, p
             )
             _finish(
                 few, few_1, sorted_slots, out, out_sums, alpha, limit, own_first, own_count, row, GATE_UP, ACTIVATION,
@@ -338,19 +360,22 @@ def stream_kernel(
 
     SHAPE is (K, rows, group size, plane width, columns of one sum, BLOCK_ROWS, BLOCK_TOKENS, stages, the names of the
     dtypes of operands and factors, codes' offset, exponent of the result, row stride of the sums, exponent of the
-    scales, what odd planes count, slots of the shorter product, rows of one product); EPILOGUE, of gate and up, (row
-    stride of out, columns of one sum of it, sums, exponent, its step, plane width); PRODUCER the producer's (warps,
-    registers). SPLIT is explained at `share`; it leaves sums in `partials` and needs `flags` at zero, one a program.
+    scales, what odd planes count, slots of the shorter product, rows of one product, words of a line of the bulk
+    copies, experts that have a block each at the table's start or -1 if a block may be without slots); EPILOGUE, of
+    gate and up, (row stride of out, columns of one sum of it, sums, exponent, its step, plane width); PRODUCER the
+    producer's (warps, registers). SPLIT is explained at `share`; it leaves sums in `partials` and needs `flags` at
+    zero, one a program.
     """
     PLANE: gl.constexpr = SHAPE[3]
     BLOCK_ROWS: gl.constexpr = SHAPE[5]
     TOKENS: gl.constexpr = SHAPE[6]
     STAGES: gl.constexpr = SHAPE[7]
     DTYPE: gl.constexpr = dtype_of(SHAPE[8])
+    LINE: gl.constexpr = SHAPE[17]
     TILE: gl.constexpr = 4 * PLANE
     x_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     sums_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    words_ring = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_ROWS, PLANE], words.layout)
+    words_ring = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_ROWS * PLANE // LINE, LINE], words.layout)
     factors_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_ROWS], factors_tiles.layout)
     x_ring = gl.allocate_shared_memory(DTYPE, [STAGES, TOKENS, TILE], x_layout)
     sums_ring = gl.allocate_shared_memory(gl.float32, [STAGES * (TILE // SHAPE[4]), TOKENS], sums_layout)

@@ -243,7 +243,7 @@ def _piece(
     for i in range(TILES):
         before = gl.where(stage == 0, STAGES, stage) - 1
         mbarrier.wait(full.index(stage), phase)
-        words, scales = words_ring.index(stage), factors_ring.index(stage)
+        words, scales = words_ring.index(stage).reshape([p[5], p[3]]), factors_ring.index(stage)
         x_tile = x_ring.index(stage).slice(0, N)
         word0 = words.slice(0, HALF).load(operand)
         scale0 = unpack_factors(scales.slice(0, HALF).load(by_row), dtype_of(p[9]))[0][:, None]
@@ -379,8 +379,9 @@ def wide_kernel(
     BLOCK_ROWS: gl.constexpr = SHAPE[5]
     TOKENS: gl.constexpr = SHAPE[6]
     STAGES: gl.constexpr = SHAPE[7]
+    LINE: gl.constexpr = SHAPE[17]
     CHUNKS: gl.constexpr = (SHAPE[0] // SHAPE[4] + _SUM_CHUNK - 1) // _SUM_CHUNK
-    words_ring = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_ROWS, PLANE], words.layout)
+    words_ring = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_ROWS * PLANE // LINE, LINE], words.layout)
     factors_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_ROWS], factors_tiles.layout)
     x_ring = gl.allocate_shared_memory(
         dtype_of(SHAPE[8]), [STAGES, TOKENS, 4 * PLANE], gl.NVMMASharedLayout(128, 16, 2)
