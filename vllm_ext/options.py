@@ -13,6 +13,8 @@ ON_KERNEL_ERROR = ("raise", "fallback")
 
 SCHEME_KEYS = ("group_size_w13", "group_size_w2", "symmetric", "zero_point", "method", "ignore")
 _OTHER_KEYS = ("linear_attn_backend", "moe_backend", "batch_invariant", "on_kernel_error")
+# Names that no other reader of `additional_config` has: outside our namespace they are there by mistake.
+_OURS_ALONE = ("group_size_w13", "group_size_w2", "linear_attn_backend", "on_kernel_error")
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,28 @@ def _choice(key: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"vllm_ext option {key!r}: got {value!r}, allowed are {', '.join(map(repr, allowed))}")
 
 
+def _refuse_misplaced(additional_config: Mapping[str, Any]) -> None:
+    """Raise ValueError on options that stand where nobody reads them, and would be without effect."""
+    respelt = sorted(
+        key
+        for key in map(str, additional_config)
+        if key != NAMESPACE and key.lower().replace("-", "").replace("_", "") == NAMESPACE.replace("_", "")
+    )
+    outside = sorted(set(additional_config) & set(_OURS_ALONE))
+    if respelt or outside:
+        raise ValueError(
+            f"additional_config: {', '.join(map(repr, respelt + outside))} is read by nobody there; vllm_ext's options "
+            f'stand in an object under "{NAMESPACE}": {{"{NAMESPACE}": {{"group_size_w13": 32}}}}'
+        )
+
+
 def parse_options(additional_config: object) -> Options:
     """Read `additional_config["vllm_ext"]`.
 
     Raises ValueError for an unknown key or value, naming what is allowed.
     """
+    if isinstance(additional_config, Mapping):
+        _refuse_misplaced(additional_config)
     given = additional_config.get(NAMESPACE) if isinstance(additional_config, Mapping) else None
     if given is None:
         return Options()

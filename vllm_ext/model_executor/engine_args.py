@@ -92,8 +92,15 @@ def _own_scheme(text: str) -> dict[str, Any] | None:
 def move_quantization_config(engine_args: Any) -> None:
     """Take our scheme's keys out of `quantization_config`, whose own schema does not know them."""
     given = getattr(engine_args, "quantization_config", None)
+    if not isinstance(given, dict):
+        return
     # vLLM takes a method's name in any case of letters.
-    if str(engine_args.quantization).lower() != QUANT_METHOD or not isinstance(given, dict):
+    if str(engine_args.quantization).lower() != QUANT_METHOD:
+        if ours := sorted(set(given) & (set(SCHEME_KEYS) - {"ignore"})):
+            raise ValueError(
+                f"--quantization-config: {', '.join(map(repr, ours))} belongs to {QUANT_METHOD}, and --quantization is "
+                f"{engine_args.quantization!r}; add --quantization {QUANT_METHOD}, or drop the option"
+            )
         return
     unknown = sorted(set(given) - set(SCHEME_KEYS))
     if unknown:
