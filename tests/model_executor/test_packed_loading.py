@@ -68,6 +68,7 @@ def test_each_rank_dequantises_what_one_rank_would(tp_size):
         mine = slice(rank * local, (rank + 1) * local)
         assert torch.equal(w13, torch.cat((exact["w1"][mine], exact["w3"][mine])))
         assert torch.equal(w2, exact["w2"][:, mine])
+        assert not list(made.layer.parameters()), "the loaded tensors would stay beside those in the kernels' order"
 
 
 @pytest.mark.parametrize(("shard", "shape"), [("w2", (HIDDEN, 96)), ("w1", (96, HIDDEN)), ("w3", (INTER, 128))])
@@ -105,6 +106,14 @@ def test_zero_points_of_another_kind_than_config_json_says_are_refused():
     }
     with pytest.raises(ValueError, match=r"m: config.json says zero_point 'int', the checkpoint holds 'float' ones"):
         format.read("m", tensors, "w1")
+
+
+def test_groups_of_another_size_than_config_json_says_are_refused_with_both_and_a_remedy():
+    weight = quantize_weight(projections()["w1"], 16)
+    tensors = {name.removeprefix("m."): tensor for name, tensor in packed.to_tensors("m", weight).items()}
+    said = r"m: .*\(48, 64\) in groups of 32 must be \(48, 2\), got \(48, 4\); config\.json says groups of 32: restore"
+    with pytest.raises(ValueError, match=said):
+        loader(0, 1).packed.read("m", tensors, "w1")
 
 
 @pytest.mark.parametrize("role", [packed.SCALE, packed.ZERO_POINT])

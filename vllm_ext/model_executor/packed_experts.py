@@ -50,7 +50,13 @@ class PackedFormat:
         if self.compressed_tensors:
             return compressed_tensors.from_tensors(module, tensors, group, symmetric=symmetric)
         assert group is not None
-        weight = packed.from_tensors(module, tensors, group, symmetric=symmetric)
+        try:
+            weight = packed.from_tensors(module, tensors, group, symmetric=symmetric)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; config.json says groups of {group}: restore its quantization_config, or pack the checkpoint "
+                "again"
+            ) from None
         if weight.zero_point_kind != self.zero_point:
             raise ValueError(
                 f"{module}: config.json says zero_point {self.zero_point!r}, the checkpoint holds "

@@ -39,15 +39,31 @@ def wrap_get_all_weights(default_loader: Any) -> None:
 
 
 def known_names(weights: Iterable[Named], model: torch.nn.Module) -> Iterator[Named]:
-    """`weights` as `model.load_weights` takes them; unchanged for a model without packed experts."""
-    from vllm_ext.model_executor.moe_method import PackedMoEMethod
+    """`weights` as `model.load_weights` takes them; unchanged for a model without packed experts.
 
-    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    Raises ValueError, while it is read, on a packed tensor for a model whose experts are to be quantised at load.
+    """
+    from vllm_ext.model_executor.moe_method import AtLoadMoEMethod, PackedMoEMethod
+
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
     layers = {m.prefix.removesuffix(".routed_experts"): m for m in methods if isinstance(m, PackedMoEMethod)}
     if not layers:
-        return iter(weights)
+        at_load = any(isinstance(method, AtLoadMoEMethod) for method in methods)
+        return _unpacked(weights) if at_load else iter(weights)
     split = split_fused(weights)
     return _deliver(split, layers) if type(model).__name__ in _LOADERS_WITHOUT_EXPERT_NAMES else split
+
+
+def _unpacked(weights: Iterable[Named]) -> Iterator[Named]:
+    for name, tensor in weights:
+        match = _PER_EXPERT.fullmatch(name) or _FUSED.fullmatch(name)
+        if match and match["role"] == "packed":
+            raise ValueError(
+                f"w4a16-grouped, {name}: the checkpoint's experts are packed already, and its config.json has no "
+                "quantization_config that says how; restore the config.json written with them, or start from the "
+                "16-bit checkpoint"
+            )
+        yield name, tensor
 
 
 def split_fused(weights: Iterable[Named]) -> Iterator[Named]:
