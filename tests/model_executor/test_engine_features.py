@@ -122,6 +122,7 @@ def answers(run_engines, checkpoints, prompts):
         "chunked": {"model": packed, "options": chunked},
         "prefixes cached": {"model": packed, "options": {"enable_prefix_caching": True}, "cached": True},
         "FP16": {"model": packed, "options": {"dtype": "float16"}},
+        "FP32": {"model": packed, "options": {"dtype": "float32"}},
         "FP16 at load": {"model": plain, "options": {**w4, "dtype": "float16"}},
         "LoRA": {"model": plain, "options": {**w4, **LORA}, "lora": checkpoints["adapter"]},
         "LoRA, packed": {"model": packed, "options": LORA, "lora": checkpoints["adapter"]},
@@ -148,6 +149,7 @@ def answers(run_engines, checkpoints, prompts):
     [
         ("chunked", "whole"),
         ("FP16", "whole"),
+        ("FP32", "whole"),
         ("reloaded", "other"),
         ("reloaded, packed", "other"),
         ("attention too", "attention rounded"),

@@ -33,6 +33,12 @@ def test_rows_of_all_parameters_are_the_experts(layer):
     assert not torch.equal(before, layer.quant_method.apply(layer, x, weights, ids))
 
 
+def test_every_parameter_is_one_of_ours(layer):
+    """What a backend does not keep under the 16-bit weights' names would stay there, in 16 bits."""
+    assert all(parameter.numel() for parameter in layer.parameters())
+    assert layer.quant_method.supports_eplb
+
+
 def test_nccl_can_send_every_parameter(layer):
     """It has no 16-bit integers, in which the kernels keep their codes."""
     assert {parameter.dtype for parameter in layer.parameters()} <= NCCL_TYPES

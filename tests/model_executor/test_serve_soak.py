@@ -101,3 +101,19 @@ def test_without_batch_invariance_only_a_close_call_may_differ(soak, case):
     assert soak.judge(*case)["ok"]
     answers["a"]["tokens"] = [[1, 2, 9, 9]]
     assert not soak.judge(*case)["ok"]
+
+
+@pytest.mark.parametrize("tokens", [[1], [1, 2, 3, 4, 5]])
+def test_answer_that_is_cut_or_goes_on_is_no_close_call(soak, case, tokens):
+    """A lost tail was let through where the first token that lacked had a near rival."""
+    _, answers, _, _, args = case
+    args.batch_invariant = False
+    answers["a"]["tokens"] = [tokens]
+    assert not soak.judge(*case)["ok"]
+
+
+@pytest.mark.parametrize("end", ["error", "abort"])
+def test_answer_that_the_engine_gave_up_is_seen(soak, case, end):
+    _, answers, _, _, _ = case
+    answers["a"]["ends"] = [end]
+    assert not soak.judge(*case)["ok"]

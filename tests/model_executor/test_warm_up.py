@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import pytest
@@ -62,9 +63,25 @@ def test_one_layer_of_a_kind_runs_every_size(layer, monkeypatch):
         return apply(self, layer, x, topk_weights, topk_ids, *rest)
 
     monkeypatch.setattr(type(layer.quant_method), "apply", noted)
-    warm_up.warm_up_experts(torch.nn.ModuleList([layer, layer, torch.nn.Linear(2, 2)]), 8, 2)
+    alike = experts_layer("reference")
+    alike.quant_method.compiles_on_call = True
+    warm_up.warm_up_experts(torch.nn.ModuleList([layer, alike, torch.nn.Linear(2, 2)]), 8, 2)
     ids = (torch.int32, list(range(EXPERTS)))
     assert calls == [((n, HIDDEN), torch.bfloat16, (n, 2), *ids) for n in (3, 4, 6, 8)]
+
+
+@pytest.mark.vllm
+def test_kernels_that_an_interpreter_runs_are_not_run_ahead(monkeypatch):
+    """Triton's interpreter compiles nothing, and takes minutes for what a device does in seconds."""
+    pytest.importorskip("vllm")
+    from vllm_ext.model_executor import moe_method
+
+    def as_triton(*weights, prepare=moe_method.prepare_experts, **options):
+        experts = prepare(*weights, **options)
+        return dataclasses.replace(experts, meta=dataclasses.replace(experts.meta, backend="triton"))
+
+    monkeypatch.setattr(moe_method, "prepare_experts", as_triton)
+    assert not experts_layer("reference").quant_method.compiles_on_call
 
 
 @pytest.mark.vllm

@@ -80,7 +80,7 @@ class _RunsW4A16:
         rank, ranks = compat.world_rank_and_size()
         if self.report.complete and not self.report.announced:
             self.report.announced = True
-            share = f" on rank 0 of {ranks}" if ranks > 1 else ""
+            share = f" on rank {rank} of {ranks}" if ranks > 1 else ""
             logger.log(logging.DEBUG if rank else logging.INFO, "%s%s", self.report.summary(experts.backend), share)
 
     def _adopt(self, layer: Any, experts: PreparedExperts, activation: str) -> None:
@@ -194,7 +194,7 @@ class AtLoadMoEMethod(_RunsW4A16, compat.online_moe_method_base()):  # type: ign
         _, interleaved = moe_activation(layer.activation, self.prefix)
         if interleaved:
             w13 = separate_rows(w13)
-        before = w13.nbytes + w2.nbytes
+        before = 2 * (w13.numel() + w2.numel())
         expert_loaders = {name: getattr(layer, name).expert_loader for name in ("w13_weight", "w2_weight")}
         q13 = self.scheme.quantize(w13, "w13", name=f"{self.prefix}.w13_weight")
         q2 = self.scheme.quantize(w2, "w2", name=f"{self.prefix}.w2_weight")

@@ -1,0 +1,112 @@
+"""What the two methods ask of a layer, and when they leave one alone, without an engine."""
+
+from __future__ import annotations
+
+import logging
+import types
+from typing import Any
+
+import pytest
+import torch
+from experts_layer import experts_layer, random_experts
+
+from vllm_ext.quantization import Scheme, compressed_tensors
+
+pytestmark = pytest.mark.vllm
+HIDDEN, INTER = 64, 32
+
+
+@pytest.fixture(autouse=True)
+def _vllm() -> None:
+    pytest.importorskip("vllm")
+
+
+def packed_layer(config: dict[str, Any], *, gated: bool = True, has_bias: bool = False) -> Any:
+    """A layer into which a packed checkpoint of one expert is to be loaded."""
+    from vllm_ext.model_executor.moe_method import PackedMoEMethod
+    from vllm_ext.model_executor.packed_experts import PackedFormat
+
+    layer: Any = torch.nn.Module()
+    layer.moe_config = types.SimpleNamespace(moe_parallel_config=types.SimpleNamespace(tp_rank=0, tp_size=1))
+    layer._map_global_expert_id_to_local_expert_id = lambda expert: expert
+    layer.quant_method = PackedMoEMethod.__new__(PackedMoEMethod)
+    layer.quant_method.packed, layer.quant_method.prefix = PackedFormat.from_config(config), "layers.4.experts"
+    layer.quant_method.moe = types.SimpleNamespace(is_act_and_mul=gated, has_bias=has_bias)
+    layer.quant_method.create_weights(layer, 1, HIDDEN, INTER, torch.bfloat16, note="vLLM's")
+    return layer
+
+
+def test_packed_experts_without_a_gate_are_half_as_high_and_wait_for_no_gate() -> None:
+    """Nemotron-H's experts have an up and a down projection only."""
+    gated, plain = (packed_layer(Scheme(32, 32).to_dict(), gated=gated) for gated in (True, False))
+    assert gated.w13_weight_packed.shape == (1, 2 * INTER, HIDDEN // 2)
+    assert plain.w13_weight_packed.shape == (1, INTER, HIDDEN // 2)
+    missing = [line.split(":")[0] for line in plain.quant_method.loader.missing()]
+    assert missing == ["expert 0 w1", "expert 0 w2"]
+    assert len(gated.quant_method.loader.missing()) == 3
+
+
+def test_biases_of_packed_experts_load_as_vllms_own_do() -> None:
+    """gpt-oss has them in 16 bits beside its packed experts."""
+    layer = packed_layer(Scheme(32, 32).to_dict(), has_bias=True)
+    assert layer.w13_bias.shape == (1, 2 * INTER)
+    assert layer.w2_bias.shape == (1, HIDDEN)
+    assert layer.w2_bias.note == "vLLM's"
+    assert not hasattr(packed_layer(Scheme(32, 32).to_dict()), "w13_bias")
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("int", torch.uint8), ("float", torch.bfloat16)])
+def test_zero_points_are_kept_as_the_checkpoint_has_them(kind: str, dtype: torch.dtype) -> None:
+    layer = packed_layer(Scheme(32, 32, zero_point=kind).to_dict())
+    assert layer.w2_weight_zero_point.dtype == dtype
+
+
+def test_symmetric_compressed_tensors_come_without_zero_points() -> None:
+    """C15: vLLM's loaders look the parameter up where a symmetric file holds zero points all the same."""
+    layer = packed_layer(compressed_tensors.make_config(32, symmetric=True, ignore=()))
+    assert hasattr(layer, "w13_weight_zero_point")
+    w13, w2 = layer.quant_method.loader.take(whole=False)
+    assert w13.zero_point is None
+    assert w2.zero_point is None
+
+
+def test_layer_that_is_finished_is_left_alone() -> None:
+    """vLLM's loaders ask for it once a layer is whole, and again for all layers at the end."""
+    from vllm_ext.model_executor.moe_method import AtLoadMoEMethod, PackedMoEMethod
+
+    for method in (AtLoadMoEMethod, PackedMoEMethod):
+        layer = experts_layer("reference")
+        before = dict(layer.named_parameters())
+        method.__new__(method).process_weights_after_loading(layer)
+        after = dict(layer.named_parameters())
+        assert after.keys() == before.keys()
+        assert all(after[name] is before[name] for name in before)
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "level", "end"),
+    [
+        (0, 1, logging.INFO, "backend reference"),
+        (0, 2, logging.INFO, "on rank 0 of 2"),
+        (1, 2, logging.DEBUG, "on rank 1 of 2"),
+    ],
+)
+def test_count_is_told_once_and_aloud_by_the_first_rank_only(
+    rank: int, ranks: int, level: int, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C07: the line by which a user sees that all experts are in 4 bits."""
+    from vllm_ext import compat
+    from vllm_ext.model_executor import moe_method
+
+    told: list[tuple[int, str]] = []
+    log = types.SimpleNamespace(log=lambda level, form, *values: told.append((level, form % values)))
+    monkeypatch.setattr(moe_method, "logger", log)
+    monkeypatch.setattr(compat, "world_rank_and_size", lambda: (rank, ranks))
+    layer = experts_layer("reference")
+    layer.quant_method.report.expected = {"layers.5.experts"}
+    for _ in range(2):
+        layer.quant_method._finish(layer, *random_experts(), torch.bfloat16, 1 << 20)
+    ((said_at, line),) = told
+    assert said_at == level
+    assert "4 routed experts in 1 layers, 1.0 MiB in 16 bits" in line
+    assert line.endswith(end)
