@@ -5,7 +5,8 @@ format with integer zero points that the plugin and stock vLLM's Marlin both rea
 or written once as checkpoints (--files). Every arm of every shape has an engine in processes of its own; all start
 together and then take turns, A, B, C, D, D, C, B, A, ..., while the others are idle. A round compares each arm with the
 BF16 of the same round; the figures are medians over the rounds. Arms are checked before they are timed: those of the
-same bits must agree on a prompt's log-probabilities, and the plugin's must be near BF16's.
+same bits must agree on a prompt's log-probabilities, the plugin's must be near BF16's, and what an arm decodes at each
+batch must be what it reads. Marlin needs a GPU: on a CPU its arm is refused, and the exit status is 1.
 
     vllm-ext bench serve --shape Qwen3-30B-A3B Gemma-4-26B-A4B
     vllm-ext bench serve --shape tiny --eager --rounds 2 --batches 1 2 --prefill 64      # on a CPU
@@ -18,6 +19,7 @@ import os
 import shutil
 import signal
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -46,6 +48,8 @@ ANSWER_TIMEOUT = 120.0
 FAR_FROM_BF16 = 1.0
 # (tokens of a prompt, prompts) that are checked besides --checked-tokens: steps as decoding has them.
 SHORT_CHECKS = ((8, 8), (64, 2))
+# Requests of a batch whose decoding is checked: all run, these are read again.
+DECODED_REQUESTS = 2
 # Cells of so few requests take a fraction of a second, and scatter most by what the host does.
 QUICK_BATCH = 8
 # Steps of a traced cell: the later half is looked at.
@@ -66,13 +70,13 @@ def check(log_probs: dict[str, list[float]], tokens: int) -> tuple[dict[str, flo
             why = f"{said}: {pair}: log-probabilities {found:.2f} nats a token apart; allowed {FAR_FROM_BF16}"
             wrong[pair.removesuffix(f" / {BASE}")] = why
     twins = [name for name in log_probs if ARMS[name].same_bits]
-    if len(twins) == 2 and BASE in log_probs:
+    if len(twins) == 2:
         pair = " / ".join(twins)
         gaps[pair] = gap(*twins)
-        limit = max(gaps[f"{name} / {BASE}"] for name in twins)
+        limit = max((gaps[f"{name} / {BASE}"] for name in twins if BASE in log_probs), default=FAR_FROM_BF16)
         if not gaps[pair] < limit:
             why = f"{said}: {pair}: the same bits are {gaps[pair]:.3f} nats a token apart, BF16 only {limit:.3f}"
-            wrong.setdefault(twins[0], why)
+            wrong.setdefault(next(name for name in twins if ARMS[name].options), why)
     return gaps, wrong
 
 
@@ -91,6 +95,29 @@ def check_arms(serving: Serving, longest: int) -> None:
         print(f"log-probabilities apart in steps of {tokens}, nats a token: {gaps}", flush=True)
         for name, why in wrong.items():
             serving.drop(name, why)
+    compared = {name for gaps in serving.document["gaps"].values() for pair in gaps for name in pair.split(" / ")}
+    if alone := [name for name in serving.engines if name not in compared]:
+        serving.document["not compared"] = alone
+        print(f"bench serve: nothing to compare the answers of {alone} with", file=sys.stderr, flush=True)
+
+
+def check_decoding(serving: Serving, args: argparse.Namespace) -> None:
+    """Drop the arms that decode, at a batch that is timed, something else than they read."""
+    tokens = min(args.decoded_tokens, args.output_tokens)
+    for batch in args.batches if tokens else ():
+        gaps: dict[str, float] = {}
+        request = {"batch": batch, "inputs": args.input_tokens, "outputs": tokens, "looked_at": DECODED_REQUESTS}
+        for name, engine in list(serving.engines.items()):
+            try:
+                gaps[name] = engine.ask("decode", ANSWER_TIMEOUT, seed=11, **request)["gap"]
+            except RuntimeError as error:
+                serving.drop(name, str(error))
+                continue
+            if not gaps[name] < FAR_FROM_BF16:
+                why = f"{gaps[name]:.2f} nats a token from what it reads; allowed {FAR_FROM_BF16}"
+                serving.drop(name, f"check failed: decoding at batch {batch} is {why}")
+        serving.document["gaps"][f"decoding at batch {batch}, from reading"] = gaps
+        print(f"decoding at batch {batch}, nats a token from reading: {gaps}", flush=True)
 
 
 def rate(cell: dict[str, Any], answer: dict[str, Any]) -> float:
@@ -225,6 +252,7 @@ def measure(args: argparse.Namespace, servings: list[Serving], folder: Path) -> 
             await_arms(serving, deadline)
         for serving in servings:
             check_arms(serving, args.checked_tokens)
+            check_decoding(serving, args)
         for number in range(args.rounds):
             for serving in servings:
                 if serving.engines and not (number and time.monotonic() - begin > args.seconds):
@@ -251,6 +279,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--input-tokens", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--output-tokens", type=int, default=128, help="tokens generated for each prompt")
     parser.add_argument("--checked-tokens", type=int, default=256, help="tokens whose log-probabilities are compared")
+    parser.add_argument("--decoded-tokens", type=int, default=4, help="of a request whose decoding is checked; 0: none")
     parser.add_argument("--prefill", type=int, default=8192, help="tokens of a long prompt; 0: none")
     parser.add_argument("--rounds", type=int, default=6, help="times that every arm is measured; even")
     parser.add_argument("--repeats", type=int, default=1, help="times a round has batches of up to 8; odd")

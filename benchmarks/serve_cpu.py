@@ -116,7 +116,7 @@ def check(logprobs: dict[str, float]) -> None:
     """Raise RuntimeError when an arm does not compute the model: it must not be timed."""
     base = logprobs["BF16"]
     for arm, seen in logprobs.items():
-        if not base - seen < TOLERANCE:
+        if not abs(base - seen) < TOLERANCE:
             raise RuntimeError(
                 f"serve-cpu: {arm!r} gives the checked text {seen:.3f} nats a token, BF16 {base:.3f}: "
                 f"more than {TOLERANCE} apart, so its speed means nothing"

@@ -94,6 +94,23 @@ class Served:
             found += [entry[token].logprob for token, entry in pairs]
         return {"log_probs": found}
 
+    def decode(self, batch: int, inputs: int, outputs: int, seed: int, looked_at: int) -> Answer:
+        """Mean distance of greedy tokens' log-probabilities as decoding at `batch` gave them from those of the same
+        tokens read as a prompt, over `looked_at` requests: decoding runs other kernels, from graphs."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True, logprobs=0, detokenize=False)
+        answers = self.llm.generate(prompts(batch, inputs, self.vocabulary, seed), sampling, use_tqdm=False)
+        sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        gaps: list[float] = []
+        for answer in answers[:looked_at]:
+            made = answer.outputs[0]
+            whole = {"prompt_token_ids": [*answer.prompt_token_ids, *made.token_ids]}
+            (read,) = self.llm.generate([whole], sampling, use_tqdm=False)
+            pairs = zip(made.token_ids, made.logprobs, read.prompt_logprobs[-outputs:], strict=True)
+            gaps += [abs(one[token].logprob - other[token].logprob) for token, one, other in pairs]
+        return {"gap": sum(gaps) / len(gaps)}
+
 
 def import_vllm_once() -> ForkServerContext:
     """Start the process that engines are forked from; without the plugin, which an engine registers itself."""

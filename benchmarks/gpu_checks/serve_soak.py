@@ -127,12 +127,16 @@ def differs(alone: dict[str, Any], mixed: dict[str, Any], near: float | None, sa
     ):
         if not mine and not mixed["aborted"]:
             return "it has no tokens"
+        if end in ("error", "abort") and not mixed["aborted"]:
+            return f"it ended with {end!r}"
         wanted = expected[: len(mine)] if mixed["aborted"] else expected
         if mine == wanted:
             if end is None and not mixed["aborted"]:
                 return "it did not end"
             continue
         place = next((i for i, (a, b) in enumerate(zip(mine, wanted, strict=False)) if a != b), len(mine))
+        if place in (len(mine), len(wanted)):
+            return f"it has {len(mine)} tokens, alone {len(wanted)}"
         # A sampled token hangs on more than the margin of the best: without batch invariance it may be any.
         if near is not None and (sampled or (place < len(margins) and margins[place] < near)):
             continue

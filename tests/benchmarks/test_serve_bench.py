@@ -139,14 +139,29 @@ def test_arm_that_computes_something_else_is_not_timed(arm, values, refused, say
     assert says in wrong[refused]
 
 
+def test_of_two_arms_with_the_same_bits_the_plugins_is_refused_in_any_order():
+    """Named first, Marlin was dropped for what the plugin computed, and the wrong arm was timed."""
+    log_probs = {"Marlin, packed": [-1.1, -2.1], "w4a16-grouped, packed": [-0.5, -1.5], "BF16": [-1.0, -2.0]}
+    assert list(serve.check(log_probs, 8)[1]) == ["w4a16-grouped, packed"]
+    del log_probs["BF16"]
+    assert list(serve.check({**log_probs, "w4a16-grouped, packed": [-4.1, -5.1]}, 8)[1]) == ["w4a16-grouped, packed"]
+    assert not serve.check(log_probs, 8)[1]
+
+
+DECODED = {"batches": [1, 256], "input_tokens": 128, "output_tokens": 128, "decoded_tokens": 4}
+
+
 class Scoring:
-    """An engine whose log-probabilities are right but in steps of `wrong_at` tokens."""
+    """An engine whose log-probabilities are right but in steps of `wrong_at` tokens, and in decoding at that batch."""
 
     def __init__(self, wrong_at=None):
         self.wrong_at, self.closed = wrong_at, False
         self.log = Path("nowhere.log")
 
-    def ask(self, op, timeout, length, seed, count):
+    def ask(self, op, timeout, *, seed, length=0, count=0, **request):
+        if op == "decode":
+            assert request == {"batch": request["batch"], "inputs": 128, "outputs": 4, "looked_at": 2}
+            return {"gap": 2.0 if request["batch"] == self.wrong_at else 0.01}
         assert op == "score"
         return {"log_probs": [-3.0 if length == self.wrong_at else -1.0] * (count * (length - 1))}
 
@@ -165,6 +180,28 @@ def test_arm_is_checked_in_steps_as_decoding_has_them(tmp_path):
     assert "check failed in steps of 8 tokens" in document["failed"]["w4a16-grouped"]
     assert list(document["gaps"]) == ["steps of 8", "steps of 64", "steps of 256"]
     assert document["gaps"]["steps of 8"] == {"w4a16-grouped / BF16": 2.0}
+
+
+def test_arm_that_decodes_something_else_than_it_reads_is_not_timed(tmp_path):
+    """Prompts run neither the graphs of decoding nor the kernels of 1 and 256 tokens, which are what is timed."""
+    engines = {"BF16": Scoring(), "w4a16-grouped": Scoring(wrong_at=256)}
+    document = {"options": {"shape": "tiny"}, "failed": {}, "gaps": {}}
+    made = serve_arms.Serving(SHAPES["tiny"], tmp_path / "out.json", document, dict(engines))
+    serve.check_decoding(made, argparse.Namespace(**DECODED))
+    assert list(made.engines) == ["BF16"]
+    assert "decoding at batch 256 is 2.00 nats a token from what it reads" in document["failed"]["w4a16-grouped"]
+    assert document["gaps"] == {
+        "decoding at batch 1, from reading": {"BF16": 0.01, "w4a16-grouped": 0.01},
+        "decoding at batch 256, from reading": {"BF16": 0.01, "w4a16-grouped": 2.0},
+    }
+
+
+def test_arms_that_were_compared_with_nothing_are_named(tmp_path):
+    """Without BF16 an arm was timed unchecked, and nothing said so."""
+    document = {"options": {"shape": "tiny"}, "failed": {}}
+    made = serve_arms.Serving(SHAPES["tiny"], tmp_path / "out.json", document, {"w4a16-grouped": Scoring()})
+    serve.check_arms(made, 256)
+    assert document["not compared"] == ["w4a16-grouped"]
 
 
 @pytest.mark.parametrize("kind", ["qwen3-moe", "gemma4-moe"])

@@ -12,7 +12,7 @@ from vllm_ext.benchmarks import serve_cpu
 def test_an_arm_that_computes_something_else_is_not_timed() -> None:
     """A kernel that skips work is fast; NaN compares false with everything and must not slip through."""
     serve_cpu.check({"BF16": -3.2, "4-bit": -3.4})
-    for wrong in (-9.8, float("nan")):
+    for wrong in (-9.8, 0.0, float("nan")):
         with pytest.raises(RuntimeError, match="its speed means nothing"):
             serve_cpu.check({"BF16": -3.2, "4-bit": wrong})
 
