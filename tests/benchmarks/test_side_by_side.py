@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,27 @@ def test_engines_differ_where_the_mean_or_a_sure_token_does(engines):
     assert not engines.compare(plain, far, 0.08)["ok"]
     assert engines.compare(plain, far, 0.25)["ok"]
     assert not engines.compare(plain, {"error": "late"}, 0.25)["ok"]
+
+
+def answered(tokens: list[int], cached: int, log_probs: list[float] | None) -> types.SimpleNamespace:
+    """An answer as vLLM gives it; without `log_probs`, to a request that did not ask for the prompt's."""
+    entry = {token: types.SimpleNamespace(logprob=-float(token)) for token in (1, 2, 3)}
+    asked = log_probs and [None, *({5: types.SimpleNamespace(logprob=one)} for one in log_probs)]
+    return types.SimpleNamespace(
+        prompt_token_ids=[5] * (1 + len(log_probs or ())),
+        prompt_logprobs=asked,
+        num_cached_tokens=cached,
+        outputs=[types.SimpleNamespace(token_ids=tokens, logprobs=[entry] * len(tokens))],
+    )
+
+
+def test_what_is_compared_of_a_prefix_cache_came_through_it(engines):
+    """A request for its prompt's log-probabilities does not read the cache: its tokens said nothing of it."""
+    read = [answered([3, 3], 0, [-0.5, -0.25])]
+    found = engines.through_the_cache([answered([1, 2], 48, None)], read)
+    assert found == {"tokens": [[1, 2]], "margins": [[1.0, 1.0]], "log_probs": [-0.5, -0.25], "cached_tokens": 48}
+    with pytest.raises(RuntimeError, match="no prompt was found in the prefix cache"):
+        engines.through_the_cache([answered([1, 2], 0, None)], read)
 
 
 def test_stacks_of_a_slow_engine_name_its_threads_and_leave_it_running(engines, capfd):
