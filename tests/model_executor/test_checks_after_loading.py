@@ -154,4 +154,7 @@ def test_served_model_is_checked_and_its_draft_is_not(loader: Any, by_name: bool
     with pytest.raises(ValueError, match="Identity has no routed experts"):
         loader.load_model(vllm_config=config, model_config="target") if by_name else loader.load_model(config, "target")
     assert isinstance(loader.load_model(vllm_config=config, model_config="draft"), torch.nn.Identity)
+    stage = served(W4A16GroupedConfig())
+    stage.parallel_config.pipeline_parallel_size = 2
+    assert isinstance(loader.load_model(stage, "target"), torch.nn.Identity), "a stage of dense layers"
     assert isinstance(loader.load_model(served(None), "target"), torch.nn.Identity)

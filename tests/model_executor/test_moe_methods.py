@@ -110,3 +110,14 @@ def test_count_is_told_once_and_aloud_by_the_first_rank_only(
     assert said_at == level
     assert "4 routed experts in 1 layers, 1.0 MiB in 16 bits" in line
     assert line.endswith(end)
+
+
+def test_rank_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its groups are set up, as in a test or a tool, there is one rank."""
+    from vllm import distributed
+
+    from vllm_ext import compat
+
+    assert compat.world_rank_and_size() == (0, 1)
+    monkeypatch.setattr(distributed, "get_world_group", lambda: types.SimpleNamespace(rank_in_group=1, world_size=2))
+    assert compat.world_rank_and_size() == (1, 2)
