@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.model_executor.engine_args import move_quantization_config
+from vllm_ext.model_executor.engine_args import check_ranks, move_quantization_config
 from vllm_ext.options import Options, parse_options
 
 
@@ -44,3 +44,32 @@ def test_vllms_own_quantization_config_stays(theirs: Any) -> None:
     given = types.SimpleNamespace(quantization="online", quantization_config=theirs)
     move_quantization_config(given)
     assert given.quantization_config == theirs
+
+
+def configuration(
+    size: Any, tensor: int, data: int = 1, *, by_expert: bool = False, method: str = "w4a16-grouped"
+) -> Any:
+    """What `check_ranks` reads of vLLM's configuration."""
+    return types.SimpleNamespace(
+        quant_config=types.SimpleNamespace(get_name=lambda: method),
+        model_config=types.SimpleNamespace(hf_text_config=types.SimpleNamespace(moe_intermediate_size=size)),
+        parallel_config=types.SimpleNamespace(
+            tensor_parallel_size=tensor, data_parallel_size=data, enable_expert_parallel=by_expert
+        ),
+    )
+
+
+@pytest.mark.parametrize(("size", "tensor", "data"), [(99, 2, 1), (1408, 3, 1), (90, 2, 2)])
+def test_ranks_that_cannot_share_an_expert_are_told_by_number(size: int, tensor: int, data: int) -> None:
+    """vLLM said `AssertionError`, and nothing else, from each worker."""
+    said = rf"{tensor * data} ranks \({tensor} by tensor, {data} by data\).* {size}; .*--enable-expert-parallel"
+    with pytest.raises(ValueError, match=said):
+        check_ranks(configuration(size, tensor, data))
+    check_ranks(configuration(size, tensor, data, by_expert=True))
+    check_ranks(configuration(size, tensor, data, method="fp8"))
+
+
+@pytest.mark.parametrize(("size", "tensor"), [(1856, 8), (704, 2), (99, 1), (None, 7)])
+def test_ranks_that_share_experts_evenly_are_let_through(size: int | None, tensor: int) -> None:
+    """Groups need not divide a rank's part: 1856 over eight is 232."""
+    check_ranks(configuration(size, tensor))

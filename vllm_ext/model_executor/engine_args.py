@@ -31,6 +31,7 @@ def wrap_engine_args(arg_utils: Any) -> None:
         check_options(self)
         config = create(self, *args, **kwargs)
         warn_of_unused_options(config)
+        check_ranks(config)
         return config
 
     @wrap_once(cls, "add_cli_args")
@@ -128,6 +129,26 @@ def warn_of_unused_options(vllm_config: Any) -> None:
             ", ".join(given),
             QUANT_METHOD,
             f"as {method}" if method else "in 16 bits",
+        )
+
+
+def check_ranks(vllm_config: Any) -> None:
+    """Raise ValueError where ranks cannot share an expert evenly; vLLM ends with a bare assertion, in each worker.
+
+    Only where config.json calls the size `moe_intermediate_size`: another name may be that of dense layers.
+    """
+    parallel = vllm_config.parallel_config
+    method = getattr(vllm_config.quant_config, "get_name", lambda: None)()
+    size = getattr(getattr(vllm_config.model_config, "hf_text_config", None), "moe_intermediate_size", None)
+    if method != QUANT_METHOD or not isinstance(size, int) or parallel.enable_expert_parallel:
+        return
+    # Without expert parallelism, the ranks of data parallelism share each expert too.
+    ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
+    if size % ranks:
+        raise ValueError(
+            f"{QUANT_METHOD}: {ranks} ranks ({parallel.tensor_parallel_size} by tensor, {parallel.data_parallel_size} "
+            f"by data) do not divide the experts' moe_intermediate_size {size}; choose a number that does, or share "
+            "whole experts out with --enable-expert-parallel"
         )
 
 
