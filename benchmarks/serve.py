@@ -59,7 +59,9 @@ QUICK_BATCH = 8
 TRACED_OUTPUTS = 20
 
 
-def check(log_probs: dict[str, list[float]], tokens: int) -> tuple[dict[str, float], dict[str, str]]:
+def check(
+    log_probs: dict[str, list[float]], tokens: int, far: float = FAR_FROM_BF16
+) -> tuple[dict[str, float], dict[str, str]]:
     """Mean difference of log-probabilities by pair of arms, in steps of `tokens`, and why an arm is no right one."""
 
     def gap(one: str, other: str) -> float:
@@ -69,8 +71,8 @@ def check(log_probs: dict[str, list[float]], tokens: int) -> tuple[dict[str, flo
     gaps = {f"{name} / {BASE}": gap(name, BASE) for name in log_probs if name != BASE and BASE in log_probs}
     said = f"check failed in steps of {tokens} tokens"
     for pair, found in gaps.items():
-        if not found < FAR_FROM_BF16:
-            why = f"{said}: {pair}: log-probabilities {found:.2f} nats a token apart; allowed {FAR_FROM_BF16}"
+        if not found < far:
+            why = f"{said}: {pair}: log-probabilities {found:.2f} nats a token apart; allowed {far}"
             wrong[pair.removesuffix(f" / {BASE}")] = why
     twins = [name for name in log_probs if ARMS[name].same_bits]
     if len(twins) == 2:
@@ -83,7 +85,7 @@ def check(log_probs: dict[str, list[float]], tokens: int) -> tuple[dict[str, flo
     return gaps, wrong
 
 
-def check_arms(serving: Serving, longest: int) -> None:
+def check_arms(serving: Serving, longest: int, far: float = FAR_FROM_BF16) -> None:
     """Drop the arms that compute something else than their weights say, at sizes that different kernels serve."""
     serving.document["gaps"] = {}
     for tokens, count in (*SHORT_CHECKS, (longest, 1)):
@@ -93,7 +95,7 @@ def check_arms(serving: Serving, longest: int) -> None:
                 log_probs[name] = engine.ask("score", ANSWER_TIMEOUT, length=tokens, seed=7, count=count)["log_probs"]
             except RuntimeError as error:
                 serving.drop(name, str(error))
-        gaps, wrong = check(log_probs, tokens)
+        gaps, wrong = check(log_probs, tokens, far)
         serving.document["gaps"][f"steps of {tokens}"] = gaps
         print(f"log-probabilities apart in steps of {tokens}, nats a token: {gaps}", flush=True)
         for name, why in wrong.items():
@@ -255,7 +257,7 @@ def measure(args: argparse.Namespace, servings: list[Serving], folder: Path) -> 
         for serving in servings:
             await_arms(serving, deadline)
         for serving in servings:
-            check_arms(serving, args.checked_tokens)
+            check_arms(serving, args.checked_tokens, args.far)
             check_decoding(serving, args)
         for number in range(args.rounds):
             for serving in servings:
@@ -283,6 +285,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--input-tokens", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--output-tokens", type=int, default=128, help="tokens generated for each prompt")
     parser.add_argument("--checked-tokens", type=int, default=256, help="tokens whose log-probabilities are compared")
+    parser.add_argument(
+        "--far", type=float, default=FAR_FROM_BF16, help="nats a token from BF16 that an arm must be below"
+    )
     parser.add_argument("--decoded-tokens", type=int, default=8, help="of a request whose decoding is checked; 0: none")
     parser.add_argument("--prefill", type=int, default=8192, help="tokens of a long prompt; 0: none")
     parser.add_argument("--rounds", type=int, default=6, help="times that every arm is measured; even")

@@ -139,6 +139,13 @@ def test_arm_that_computes_something_else_is_not_timed(arm, values, refused, say
     assert says in wrong[refused]
 
 
+def test_how_far_from_bf16_is_too_far_can_be_said():
+    """Thirty layers of a model that amplifies roundings may be further from BF16 than the default, and right."""
+    log_probs = {"BF16": [-1.0, -2.0], "w4a16-grouped": [-2.2, -3.2]}
+    assert list(serve.check(log_probs, 8)[1]) == ["w4a16-grouped"]
+    assert not serve.check(log_probs, 8, far=1.6)[1]
+
+
 def test_of_two_arms_with_the_same_bits_the_plugins_is_refused_in_any_order():
     """Named first, Marlin was dropped for what the plugin computed, and the wrong arm was timed."""
     log_probs = {"Marlin, packed": [-1.1, -2.1], "w4a16-grouped, packed": [-0.5, -1.5], "BF16": [-1.0, -2.0]}
