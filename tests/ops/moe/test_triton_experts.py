@@ -299,36 +299,6 @@ def test_kernel_order_holds_every_code_where_the_kernels_look(
     assert torch.equal(kernel.factors[:, :, real, 0], quantized.scale[:, order[real]].transpose(1, 2))
 
 
-@pytest.mark.parametrize("scaling", ["sum", "operand", "column"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_masked_nibbles_are_the_numbers_the_form_says(backend: ModuleType, dtype: torch.dtype, scaling: str) -> None:
-    """What the assembly does to a word, redone on bits: times the scaled activation it must be the code's product.
-
-    The interpreter cannot run the assembly; its arithmetic is checked here and its effect on the GPU.
-    """
-    dequant = importlib.import_module(f"{PACKAGE}.dequant")
-    form = dequant.code_form(dtype, True, scaling)
-    code = torch.arange(16, dtype=torch.int16)
-    for plane in range(4):
-        word = code << 4 * plane
-        odd = plane % 2 == 1 and form.plane_step > 0
-        if dtype == torch.bfloat16:
-            bits = (word >> 8 * (plane // 2)) & (0xF0 if odd else 0xF)
-        else:
-            bits = (word >> 4 * plane) & 0xF | 0x6400
-        operand = bits.view(dtype).double() * 2.0**form.unit
-        activation = 2.0 ** (form.activation_exponent - (form.plane_step if odd else 0))
-        product = (operand - form.offset * (16 if odd else 1)) * activation
-        assert torch.equal(product, code.double() * 2.0**form.activation_exponent)
-        if scaling != "sum" and dtype == torch.bfloat16:
-            times = 16 if odd else 1
-            middle = -8 * times * 2.0 ** (form.scale_exponent - form.unit)
-            scaled = (bits.view(dtype).double() * 2.0**form.scale_exponent + middle) * activation
-            assert torch.equal(scaled, code.double() - 8)
-    in_range = form.activation_exponent + form.scale_exponent - form.unit
-    assert in_range == (0 if scaling != "sum" or dtype == torch.float16 else -63)
-
-
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2", "swigluoai"])
 def test_the_first_kernel_is_right_where_it_is_made_for(backend: ModuleType, poison: None, activation: str) -> None:
     """The baseline of the speed claims computes the same layer (gated, no biases)."""

@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-KERNEL_TESTS = [str(Path(__file__).with_name(f"test_triton_{name}.py")) for name in ("experts", "routing")]
+KINDS = ("experts", "routing", "assembly")
+KERNEL_TESTS = [str(Path(__file__).with_name(f"test_triton_{name}.py")) for name in KINDS]
 
 
 def test_triton_kernels_through_the_interpreter() -> None:
