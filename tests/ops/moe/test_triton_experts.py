@@ -221,46 +221,6 @@ def test_the_second_gemm_gets_sums_of_what_it_reads(backend: ModuleType) -> None
     torch.testing.assert_close(sums.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("one_launch_slots", [0, 1 << 20])
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 3, 1), (7, 4, 2), (300, 9, 3), (701, 9, 3)])
-def test_slots_are_listed_by_expert_in_order(
-    backend: ModuleType, poison: None, one_launch_slots: int, tokens: int, experts: int, top_k: int, sparse: bool
-) -> None:
-    """One launch for few slots, three for many: the same list, the same blocks, unused blocks marked empty.
-
-    A sparse table, which one launch makes, begins with the first block of every expert, empty or not.
-    """
-    align = importlib.import_module(f"{PACKAGE}.align")
-    generator = torch.Generator().manual_seed(tokens)
-    ids = torch.randint(-1, experts + 2, (tokens, top_k), generator=generator, dtype=torch.int32)
-    x = torch.randn(tokens, 96, generator=generator)
-    got = align.align(
-        x, ids, None, experts, (16, 32), align.TokenForm(32, 16, 3, 1), one_launch_slots, 0, (sparse, False)
-    )
-    assert got.sparse == (sparse and one_launch_slots > 0, False)
-    flat = ids.flatten().tolist()
-    expected = [slot for expert in range(experts) for slot, given_id in enumerate(flat) if given_id == expert]
-    assert got.sorted_slots[: len(expected)].tolist() == expected
-    for blocks, size in ((got.blocks, 16), (got.down_blocks, 32)):
-        wanted, first = [], 0
-        for expert in range(experts):
-            count = flat.count(expert)
-            wanted += [[expert, first + done, min(size, count - done)] for done in range(0, count, size)]
-            first += count
-        if got.sparse[0] and size == 16:
-            empty = [[e, sum(0 <= given_id < e for given_id in flat), 0] for e in range(experts)]
-            begun = [next((block for block in wanted if block[0] == e), empty[e]) for e in range(experts)]
-            wanted = begun + [block for block in wanted if block not in begun]
-        assert blocks[: len(wanted), :3].tolist() == wanted
-        if size == 16:
-            assert blocks[0, 3] == len(wanted)
-        assert blocks[len(wanted) :, 2].count_nonzero() == 0
-    torch.testing.assert_close(got.group_sums, x.reshape(tokens, 3, 32).sum(-1), atol=1e-4, rtol=0)
-    odd = torch.arange(96) // 16 % 2 == 1
-    assert torch.equal(got.x, torch.where(odd, x * 4, x * 8))
-
-
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     rows=st.integers(1, 40),
