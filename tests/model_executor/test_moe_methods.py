@@ -110,6 +110,10 @@ def test_count_is_told_once_and_aloud_by_the_first_rank_only(
     assert said_at == level
     assert "4 routed experts in 1 layers, 1.0 MiB in 16 bits" in line
     assert line.endswith(end)
+    layer.quant_method.report.expected.add("mtp.layers.0.mlp.experts")  # a draft's, loaded after the model
+    layer.quant_method.prefix = "mtp.layers.0.mlp.experts"
+    layer.quant_method._finish(layer, *random_experts(), torch.bfloat16, 1 << 20)
+    assert [line.split(",")[0] for _, line in told[1:]] == ["w4a16-grouped: 8 routed experts in 2 layers"]
 
 
 def test_rank_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:

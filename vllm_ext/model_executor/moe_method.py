@@ -78,8 +78,8 @@ class _RunsW4A16:
         layer._already_called_process_weights_after_loading = True
         self.report.add(self.prefix, w2.shape[0], before, w13.nbytes + w2.nbytes)
         rank, ranks = compat.world_rank_and_size()
-        if self.report.complete and not self.report.announced:
-            self.report.announced = True
+        if self.report.complete and len(self.report.done) > self.report.announced:
+            self.report.announced = len(self.report.done)
             share = f" on rank {rank} of {ranks}" if ranks > 1 else ""
             logger.log(logging.DEBUG if rank else logging.INFO, "%s%s", self.report.summary(experts.backend), share)
 

@@ -14,7 +14,7 @@ class QuantizationReport:
     expected: set[str] = field(default_factory=set)
     ignored: set[str] = field(default_factory=set)
     done: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    announced: bool = False
+    announced: int = 0  # layers; a speculative draft's come after the model's, by the same configuration
 
     def add(self, layer: str, experts: int, bytes_before: int, bytes_after: int) -> None:
         """Record one finished layer."""
