@@ -116,6 +116,12 @@ def test_count_is_told_once_and_aloud_by_the_first_rank_only(
     assert [line.split(",")[0] for _, line in told[1:]] == ["w4a16-grouped: 8 routed experts in 2 layers"]
 
 
+def test_backend_that_was_asked_for_and_cannot_run_names_the_layer_and_the_option() -> None:
+    said = r"layer layers\.5\.experts: prepare_experts: backend 'npu' is not usable.*moe_backend asks for it; leave"
+    with pytest.raises(RuntimeError, match=said):
+        experts_layer("npu")
+
+
 def test_rank_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its groups are set up, as in a test or a tool, there is one rank."""
     from vllm import distributed

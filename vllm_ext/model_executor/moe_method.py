@@ -63,17 +63,25 @@ class _RunsW4A16:
         biases = [getattr(getattr(layer, name, None), "data", None) for name in ("w13_bias", "w2_bias")]
         if interleaved and biases[0] is not None:
             biases[0] = separate_rows(biases[0])
-        experts = prepare_experts(
-            w13,
-            w2,
-            w13_bias=biases[0],
-            w2_bias=biases[1],
-            backend=self.options.moe_backend,
-            device=w13.packed.device,
-            dtype=dtype,
-            # The hint lets a backend join experts into one matrix; EPLB moves each expert by itself.
-            top_k=None if compat.uses_eplb(layer) else layer.top_k,
-        )
+        try:
+            experts = prepare_experts(
+                w13,
+                w2,
+                w13_bias=biases[0],
+                w2_bias=biases[1],
+                backend=self.options.moe_backend,
+                device=w13.packed.device,
+                dtype=dtype,
+                # The hint lets a backend join experts into one matrix; EPLB moves each expert by itself.
+                top_k=None if compat.uses_eplb(layer) else layer.top_k,
+            )
+        except RuntimeError as error:
+            if self.options.moe_backend == "auto":
+                raise
+            raise RuntimeError(
+                f"w4a16-grouped, layer {self.prefix}: {error}. The option moe_backend asks for it; leave that out for "
+                "the fastest that runs here"
+            ) from error
         self._adopt(layer, experts, activation)
         layer._already_called_process_weights_after_loading = True
         self.report.add(self.prefix, w2.shape[0], before, w13.nbytes + w2.nbytes)
