@@ -119,7 +119,7 @@ def check_decoding(serving: Serving, args: argparse.Namespace) -> None:
                 serving.drop(name, str(error))
         for name in gaps.keys() & serving.engines.keys():
             allowed = max(DECODING_ROUNDS, TIMES_BF16 * gaps.get(BASE, 0.0))
-            if not gaps[name] < min(allowed, FAR_FROM_BF16):
+            if not gaps[name] < min(allowed, args.far):
                 why = f"{gaps[name]:.2f} nats a token from what it reads; allowed {allowed:.2f}"
                 serving.drop(name, f"check failed: decoding at batch {batch} is {why}")
         serving.document["gaps"][f"decoding at batch {batch}, from reading"] = gaps

@@ -155,7 +155,7 @@ def test_of_two_arms_with_the_same_bits_the_plugins_is_refused_in_any_order():
     assert not serve.check(log_probs, 8)[1]
 
 
-DECODED = {"batches": [1, 256], "input_tokens": 128, "output_tokens": 128, "decoded_tokens": 8}
+DECODED = {"batches": [1, 256], "input_tokens": 128, "output_tokens": 128, "decoded_tokens": 8, "far": 1.0}
 
 
 class Scoring:
