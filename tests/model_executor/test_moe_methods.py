@@ -10,6 +10,7 @@ import pytest
 import torch
 from experts_layer import experts_layer, random_experts
 
+from vllm_ext.options import Options
 from vllm_ext.quantization import Scheme, compressed_tensors
 
 pytestmark = pytest.mark.vllm
@@ -68,6 +69,52 @@ def test_symmetric_compressed_tensors_come_without_zero_points() -> None:
     w13, w2 = layer.quant_method.loader.take(whole=False)
     assert w13.zero_point is None
     assert w2.zero_point is None
+
+
+def test_packed_experts_are_counted_by_what_they_would_take_in_16_bits() -> None:
+    layer = packed_layer(Scheme(32, 32).to_dict())
+    counted: list[int] = []
+    layer.quant_method.without_checkpoint = True
+    layer.quant_method._finish = lambda layer, w13, w2, dtype, before: counted.append(before)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert counted == [2 * 3 * INTER * HIDDEN]
+
+
+@pytest.fixture
+def methods_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """methods_of(config, options, prefix): what the configuration gives to routed experts."""
+    from vllm_ext import compat
+    from vllm_ext.model_executor import moe_method, quantization
+
+    def get(config: Any, options: dict[str, Any], prefix: str) -> Any:
+        monkeypatch.setattr(quantization, "current_options", lambda: Options(options))
+        monkeypatch.setattr(moe_method, "PackedMoEMethod", lambda layer, *given: ("packed", *given[:2]))
+        monkeypatch.setattr(moe_method, "AtLoadMoEMethod", lambda layer, *given: ("at load", *given[:2]))
+        kind = compat.routed_experts_class()
+        return config.get_quant_method(kind.__new__(kind), prefix)
+
+    return get
+
+
+def test_ignored_layers_are_the_checkpoints_own_where_it_is_packed(methods_of: Any) -> None:
+    """What a packed checkpoint left in 16 bits its config.json says; at load, the user."""
+    from vllm_ext.model_executor.packed_experts import PackedFormat
+    from vllm_ext.model_executor.quantization import W4A16GroupedConfig
+
+    packed = PackedFormat.from_config(Scheme(ignore=("layers.0",)).to_dict())
+    config = W4A16GroupedConfig(packed)
+    assert methods_of(config, {}, "model.layers.0.mlp.experts") is None
+    assert methods_of(config, {}, "model.layers.1.mlp.experts") == ("packed", "model.layers.1.mlp.experts", packed)
+    assert (config.report.ignored, config.report.expected) == (
+        {"model.layers.0.mlp.experts"},
+        {"model.layers.1.mlp.experts"},
+    )
+    with pytest.raises(ValueError, match=r"options \['group_size_w2'\] are for quantising at load"):
+        methods_of(config, {"group_size_w2": 32}, "model.layers.1.mlp.experts")
+    at_load = W4A16GroupedConfig()
+    assert methods_of(at_load, {"ignore": ["layers.1"]}, "model.layers.1.mlp.experts") is None
+    kind, prefix, scheme = methods_of(at_load, {"ignore": ["layers.1"]}, "model.layers.0.mlp.experts")
+    assert (kind, prefix, scheme.ignore) == ("at load", "model.layers.0.mlp.experts", ("layers.1",))
 
 
 def test_layer_that_is_finished_is_left_alone() -> None:

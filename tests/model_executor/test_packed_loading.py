@@ -97,6 +97,18 @@ def test_another_ranks_expert_is_declined_and_leaves_nothing():
     )
 
 
+@pytest.mark.parametrize("role", packed.ROLES)
+def test_projection_that_lacks_a_tensor_is_named_unless_vllm_draws_it(role):
+    made = loader(0, 1)
+    for shard, weight in projections().items():
+        for name, tensor in packed.to_tensors("m", quantize_weight(weight, 32)).items():
+            if not (shard == "w2" and name.endswith(role)):
+                made.load(None, tensor, name, shard, 0)
+    with pytest.raises(ValueError, match=rf"1 projections .* did not arrive, first local expert 0 w2: {role};"):
+        made.take()
+    made.take(whole=False)
+
+
 def test_zero_points_of_another_kind_than_config_json_says_are_refused():
     """Float zero points read as integers were cut off at the point, and the model answered, wrongly."""
     format = PackedFormat.from_config(Scheme(32, 32, zero_point="int").to_dict())
