@@ -163,6 +163,7 @@ def test_a_tuned_shape_takes_the_row_below_its_slots_an_expert(h200: None) -> No
     for key in keys:
         tokens = round(float(key) * META.num_experts / 8)
         assert config.choose(META, tokens, 8, False, 0) == config.LaunchConfig.from_json(rows[key])
+    assert config.row({"2": None, "0.5": None, "16": None}, 0.1) == "0.5"
     above = config.LaunchConfig.from_json(rows[keys[-1]])
     assert config.choose(META, 131072, 8, False, 0) == above
 

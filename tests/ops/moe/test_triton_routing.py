@@ -6,7 +6,10 @@ Runs in a process of its own, which test_triton_interpreted.py starts.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,10 +17,15 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in a process with TRITON_INTERPRET=1: test_triton_interpreted.py", allow_module_level=True)
 pytest.importorskip("triton")
 
+from moe_samples import make_layer
+
+from vllm_ext.ops.moe import CallOptions, PreparedExperts
 from vllm_ext.ops.moe.triton import align
 from vllm_ext.ops.moe.triton.combine import combine
+from vllm_ext.ops.moe.triton.config import rule
 
 FLAGS = 700
+HALF = torch.float16
 # (most slots of one launch, slots of a chunk, most chunks): one launch; three, with one pass over the chunks' counts
 # and a step a chunk; three with two passes; three with chunks of many steps, as 65536 slots and more have. A sparse
 # table, which one launch makes, begins with the first block of every expert, empty or not.
@@ -103,3 +111,41 @@ def test_more_slots_a_token_than_a_word_has_bits_are_refused() -> None:
     with pytest.raises(ValueError, match=r'at most 63 .* got top_k 64; prepare .* backend="reference"'):
         combine(slots, ids, weights, None, 1, True)
     assert combine(slots[:63], ids[:, :63], weights[:, :63], None, 1, True).count_nonzero() == 0
+
+
+def _virtual(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take memory only where they are written."""
+    bits = {2: np.int16, 4: np.int32}[dtype.itemsize]
+    return torch.from_numpy(np.zeros(shape, bits)).view(dtype)
+
+
+def test_offsets_past_two_to_the_31_do_not_wrap(backend: ModuleType) -> None:
+    """131072 tokens of 8 slots write 2^31 elements from 2048 columns on; so do experts hold them. The last expert and
+    the last slot of tensors so large must give what a single expert and slot give."""
+    hidden, inter, place = 16, 16, 1 << 27
+    layer = make_layer(experts=1, hidden=hidden, intermediate=inter, groups=(16, 16), top_k=1, tokens=1, dtype=HALF)
+    one = backend.prepare(layer.w13, layer.w2, None, None, torch.device("cpu"), HALF)
+    launch, options = rule(1), CallOptions()
+    aligned = backend.align_call(launch, layer.x, layer.ids, None, one)
+    inner, sums = backend.gate_up(launch, one, layer.weights, aligned, 1, options)
+    expected = backend.down(launch, inner, sums, one, aligned)
+    assert expected.count_nonzero() == hidden
+    large = {}
+    for name, tensor in one.tensors.items():
+        # 2^21 experts of 2^10 words: 16 rows of 64 columns, four codes a word, padding included.
+        large[name] = _virtual(((1 << 31) // one.tensors["w2_words"].numel() + 1, *tensor.shape[1:]), tensor.dtype)
+        large[name][-1] = tensor[0]
+    last = PreparedExperts(replace(one.meta, num_experts=large["w2_words"].shape[0]), large)
+    slots = _virtual((place + 1,), torch.int32)
+    slots[place] = place
+    blocks = torch.tensor([[last.meta.num_experts - 1, place, 1, 1]], dtype=torch.int32)
+    x, group_sums = (
+        _virtual((place + 1, hidden), HALF),
+        _virtual((place + 1, aligned.group_sums.shape[1]), torch.float32),
+    )
+    x[place], group_sums[place] = aligned.x[0], aligned.group_sums[0]
+    spread = align.Alignment(slots, blocks, blocks, x, group_sums, aligned.flags)
+    first, first_sums = backend.gate_up(launch, last, layer.weights, spread, 1, options)
+    assert torch.equal(first[place], inner[0])
+    out = backend.down(launch, first, first_sums, last, spread)
+    assert torch.equal(out[place], expected[0])
