@@ -1,9 +1,11 @@
 """Tune the Triton experts on this GPU: time each GEMM's candidates alone, keep the best of each, write the table.
 
     vllm-ext bench tune-moe --shape DiffusionGemma --tokens 1 8 64 256
+    vllm-ext bench tune-moe --shape 4096,1536,128,8
 
-Candidates are compiled by several processes before anything is timed. The table goes where `choose` reads it
-(vllm_ext/ops/moe/triton/configs/<GPU>.json); rows of other shapes in it are kept.
+A shape is one of the benchmark's by name, or hidden,intermediate,experts,top_k of a rank, with the groups of both
+weights behind them where they are not 128,64. Candidates are compiled by several processes before anything is timed.
+The table goes where `choose` reads it (vllm_ext/ops/moe/triton/configs/<GPU>.json); rows of other shapes in it are kept.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,23 @@ class Candidate:
     gemm: str
     plane: int
     config: GemmConfig
+
+
+def parse_shape(text: str) -> Shape:
+    """A shape of the benchmark by its name, or any by its numbers."""
+    if text in SHAPES:
+        return SHAPES[text]
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if len(sizes) not in (4, 6) or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(
+            f"must be one of {', '.join(SHAPES)}, or hidden,intermediate,experts,top_k[,group_w13,group_w2]; "
+            f"got {text!r}"
+        )
+    hidden, inter, experts, top_k, *groups = sizes
+    return Shape(text, hidden, inter, experts, top_k, *(groups or (128, 64)), "silu")
 
 
 def gemm_configs() -> list[GemmConfig]:
@@ -233,18 +252,24 @@ def fastest(rows: list[dict[str, Any]], gemm: str, plane: int, tokens: int, coun
     return sorted(fit, key=lambda row: float(row["ms"]))[:count]
 
 
+def _can_guess(launch: LaunchConfig) -> bool:
+    return launch.gate_up.programs > 0 and launch.gate_up.scaling == "sum" and not launch.gate_up.split
+
+
 def choose_pair(
     layer: Layer, rows: list[dict[str, Any]], planes: tuple[int, int], tokens: int
 ) -> tuple[LaunchConfig, float]:
     """The best of the pairs of each GEMM's three fastest, by the time of the whole layer.
 
     Alone, a GEMM finds its weights in the L2 cache more often than in a layer. A pair whose output is not that of the
-    rule's configuration is left out.
+    rule's configuration is left out. First weights may be asked for before the slots are known ("guess").
     """
     pairs = itertools.product(
         *(fastest(rows, gemm, plane, tokens, 3) for gemm, plane in zip(("gate_up", "down"), planes, strict=True))
     )
     launches = [LaunchConfig(*(GemmConfig(**row["config"]) for row in pair)) for pair in pairs]
+    # Only in a layer is there a time, while slots are listed, to ask for weights in.
+    launches += [LaunchConfig(replace(pair.gate_up, guess=True), pair.down) for pair in launches if _can_guess(pair)]
     slots = tokens * layer.weights[0].shape[1] / layer.experts.meta.num_experts
     expected = layer.whole(config.rule(slots))[0]()
     timed = []
@@ -261,7 +286,10 @@ def choose_pair(
 def main(argv: list[str]) -> int:
     """`vllm-ext bench tune-moe`."""
     parser = argparse.ArgumentParser(prog="vllm-ext bench tune-moe", description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument(
+        "--shape", nargs="+", type=parse_shape, default=list(SHAPES.values()), metavar="SHAPE",
+        help=f"{', '.join(SHAPES)}, or hidden,intermediate,experts,top_k[,group_w13,group_w2]; all three",
+    )  # fmt: skip
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--planes-w13", nargs="+", type=int, default=[])
     parser.add_argument("--planes-w2", nargs="+", type=int, default=[])
@@ -270,14 +298,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="time and print, but leave the table as it is")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        raise RuntimeError("tune-moe: a CUDA device is needed, torch sees none")
+        print("vllm-ext bench tune-moe: needs a CUDA device, torch sees none", file=sys.stderr)
+        return 1
     device = torch.device("cuda", 0)
     raw: dict[str, Any] = {}
     path = Path(config.__file__).parent / "configs" / config.table_name(torch.cuda.get_device_name(device))
     table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"shapes": {}}
     wanted: dict[str, list[Candidate]] = {}
-    for name in args.shape:
-        shape = SHAPES[name]
+    shapes = {shape.name: shape for shape in args.shape}
+    for name, shape in shapes.items():
         natural = prepare_with_planes(*random_experts(shape, "float", device, experts=1), (None, None))
         planes = {
             "gate_up": args.planes_w13 or [natural.tensors["w13_words"].shape[3]],
@@ -286,11 +315,11 @@ def main(argv: list[str]) -> int:
         blocks = {b for m in args.tokens for b in block_tokens_for(m * shape.top_k / shape.experts)}
         configs = [gemm for gemm in gemm_configs() if gemm.block_tokens in blocks]
         wanted[name] = [Candidate(g, plane, c) for g in planes for plane in planes[g] for c in configs]
-    failed = compile_all([(SHAPES[name], c) for name in wanted for c in wanted[name]], args.workers)
+    failed = compile_all([(shapes[name], c) for name in wanted for c in wanted[name]], args.workers)
     for (name, candidate), reason in failed.items():
         print(f"cannot run {name} {candidate}: {reason}", file=sys.stderr)
     for name, tried in wanted.items():
-        shape = SHAPES[name]
+        shape = shapes[name]
         rows = sweep(shape, [c for c in tried if (name, c) not in failed], tuple(args.tokens), device)
         raw[name] = rows
         experts = prepare_with_planes(*random_experts(shape, "float", device), (None, None))

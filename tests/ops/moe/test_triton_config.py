@@ -127,8 +127,19 @@ def test_streaming_programs_fit_on_a_multiprocessor(tokens: int, rows: int, warp
     assert not sizes.covered(config.GemmConfig(8, 256, 8, 12, programs=2))
     assert not stream.Sizes(704, 2816, 64, 32, 32).covered(gemm)
     assert gemm.programs * (gemm.num_warps + 4) * 32 * stream.registers(gemm) <= 1 << 16
+    assert stream.registers(gemm) % 8 == 0  # they are given out by eight
     ring = stream.stages(gemm, sizes) * (gemm.block_rows * 68 + gemm.block_tokens * 260)
     assert 0 < ring * gemm.programs < 227 << 10
+
+
+def test_what_programs_compute_together_has_one_length() -> None:
+    """Programs that share a piece's K tiles add up whole blocks; the wide kernels' halves have 128 rows."""
+    few = config.GemmConfig(16, 128, 4, 12, programs=3)
+    assert stream.short_tokens(few) == 8
+    assert stream.short_tokens(replace(few, split=True)) == 16
+    wide = config.GemmConfig(32, 256, 8, 24, "operand", programs=2)
+    assert stream.Sizes(768, 2048 + 128, 128, 32, 32).covered(wide)
+    assert not stream.Sizes(768, 2048 + 64, 128, 32, 32).covered(wide)
 
 
 @pytest.mark.parametrize(

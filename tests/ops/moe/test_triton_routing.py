@@ -132,7 +132,6 @@ def test_offsets_past_two_to_the_31_do_not_wrap(backend: ModuleType) -> None:
     assert expected.count_nonzero() == hidden
     large = {}
     for name, tensor in one.tensors.items():
-        # 2^21 experts of 2^10 words: 16 rows of 64 columns, four codes a word, padding included.
         large[name] = _virtual(((1 << 31) // one.tensors["w2_words"].numel() + 1, *tensor.shape[1:]), tensor.dtype)
         large[name][-1] = tensor[0]
     last = PreparedExperts(replace(one.meta, num_experts=large["w2_words"].shape[0]), large)
