@@ -5,7 +5,7 @@
 
 A shape is one of the benchmark's by name, or hidden,intermediate,experts,top_k of a rank, with the groups of both
 weights behind them where they are not 128,64. Candidates are compiled by several processes before anything is timed.
-The table goes where `choose` reads it (vllm_ext/ops/moe/triton/configs/<GPU>.json); rows of other shapes in it are kept.
+The table goes where `choose` reads it (vllm_ext/ops/moe/triton/configs/<GPU>.json); other shapes' rows in it are kept.
 """
 
 from __future__ import annotations
