@@ -40,7 +40,8 @@ def _wide(tokens: int, *tile: int) -> GemmConfig:
 # The persistent kernels, asked for where a table would not.
 STREAMED = {
     "few": LaunchConfig(_streamed(8, 128, 4, 4), _streamed(16, 256, 8, 2)),
-    "some": LaunchConfig(_streamed(32, 128, 4, 3), _streamed(32, 256, 8, 1)),
+    "some": LaunchConfig(_streamed(32, 128, 4, 3), _streamed(32, 128, 4, 2)),
+    "some, more rows": LaunchConfig(_streamed(32, 128, 4, 2), _streamed(32, 256, 8, 2)),
     "shared": LaunchConfig(_streamed(8, 64, 4, 4, True), _streamed(8, 256, 8, 2, True)),
     "guessed": LaunchConfig(replace(_streamed(8, 128, 4, 4), guess=True), _streamed(8, 256, 4, 2)),
     "guessed, more": LaunchConfig(replace(_streamed(16, 128, 4, 2), guess=True), _streamed(32, 128, 4, 3)),
@@ -92,6 +93,8 @@ def cases(small: bool) -> list[Case]:
     kinds = [(32, "few"), (32, "shared"), (300, "some"), (64, "wide, few"), (300, "wide, some"), (4096, "wide, many")]
     made += [Case(dg, m, dtype=torch.float16, streamed=kind) for m, kind in kinds]
     kinds = [(64, "few"), (64, "shared"), (256, "some"), (64, "wide, few"), (256, "wide, some"), (1024, "wide, more")]
+    # Groups of 64 take another kernel in its place.
+    kinds += [(256, "some, more rows")]
     made += [Case(qwen, m, expert_map=True, streamed=kind) for m, kind in (*kinds, *guessed)]
     made += [Case(replace(qwen, group_w2=64), m) for m in (64, 256, 1024)]
     # Past 2^31 elements; sums of rows shorter than 1024, between 513 and 1024 slots; two of the rule's configurations.
