@@ -117,6 +117,27 @@ def test_ignored_layers_are_the_checkpoints_own_where_it_is_packed(methods_of: A
     assert (kind, prefix, scheme.ignore) == ("at load", "model.layers.0.mlp.experts", ("layers.1",))
 
 
+@pytest.mark.parametrize("kind", ["AtLoadMoEMethod", "PackedMoEMethod"])
+@pytest.mark.parametrize("name", ["experts", "experts.routed_experts"])
+def test_adapters_are_kept_from_4_bit_experts_and_from_nothing_else(kind: str, name: str) -> None:
+    """vLLM 0.32 puts routed experts one level below the name that its LoRA manager lists."""
+    from vllm_ext.model_executor import lora, moe_method
+
+    method = getattr(moe_method, kind)
+    parts = {"q_proj": torch.nn.Linear(2, 2), **{part: torch.nn.Module() for part in name.split(".")}}
+    model = torch.nn.Module()
+    model.q_proj = parts["q_proj"]
+    place = model
+    for part in name.split("."):
+        place.add_module(part, parts[part])
+        place = parts[part]
+    manager = types.SimpleNamespace(get_supported_lora_modules=lambda model: ["q_proj", "experts", "gate"])
+    lora.leave_experts_out(manager)
+    assert manager.get_supported_lora_modules(model) == ["q_proj", "experts", "gate"], "experts in 16 bits"
+    place.quant_method = method.__new__(method)
+    assert manager.get_supported_lora_modules(model) == ["q_proj", "gate"]
+
+
 def test_layer_that_is_finished_is_left_alone() -> None:
     """vLLM's loaders ask for it once a layer is whole, and again for all layers at the end."""
     from vllm_ext.model_executor.moe_method import AtLoadMoEMethod, PackedMoEMethod
