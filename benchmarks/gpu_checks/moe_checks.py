@@ -45,6 +45,12 @@ STREAMED = {
     "shared": LaunchConfig(_streamed(8, 64, 4, 4, True), _streamed(8, 256, 8, 2, True)),
     "guessed": LaunchConfig(replace(_streamed(8, 128, 4, 4), guess=True), _streamed(8, 256, 4, 2)),
     "guessed, more": LaunchConfig(replace(_streamed(16, 128, 4, 2), guess=True), _streamed(32, 128, 4, 3)),
+    "apart": LaunchConfig(
+        replace(_streamed(8, 128, 4, 4), guess=True, apart=True), replace(_streamed(8, 256, 4, 2), apart=True)
+    ),
+    "apart, more": LaunchConfig(
+        replace(_streamed(16, 256, 4, 2), apart=True), replace(_streamed(32, 128, 4, 3), apart=True)
+    ),
     "wide, few": LaunchConfig(_wide(16, 128, 4, 2), _wide(16, 256, 8, 2)),
     "wide, some": LaunchConfig(_wide(32, 128, 4, 2), _wide(32, 256, 8, 2)),
     "wide, more": LaunchConfig(_wide(64, 128, 4, 2), _wide(64, 256, 8, 1)),
@@ -87,7 +93,7 @@ def cases(small: bool) -> list[Case]:
     made += [Case(tiny, 33, activation=a, bias=True) for a in ("silu", "gelu", "gelu_tanh", "relu2", "swigluoai")]
     made += [Case(ODD, m, zero, bias=True) for m in (5, 200) for zero in ("float", "int", None)]
     made += [Case(qwen, 64, weight_on_input=True), Case(qwen, 64, expert_map=True), Case(dg, 300, batch_invariant=True)]
-    guessed = [(64, "guessed"), (256, "guessed, more")]
+    guessed = [(64, "guessed"), (256, "guessed, more"), (64, "apart")]
     kinds = [(64, "few"), (64, "shared"), (256, "some"), (256, "wide, some"), (600, "wide, more"), (1024, "wide, many")]
     made += [Case(dg, m, zero, streamed=kind) for m, kind in (*kinds, *guessed) for zero in ("int", None)]
     kinds = [(32, "few"), (32, "shared"), (300, "some"), (64, "wide, few"), (300, "wide, some"), (4096, "wide, many")]

@@ -168,6 +168,7 @@ STREAMED = {
     "more rows": GemmConfig(8, 256, 8, 12, programs=2),
     "four warps": GemmConfig(16, 128, 4, 12, programs=3),
     "some": GemmConfig(32, 128, 4, 12, programs=2),
+    "words apart": GemmConfig(8, 128, 4, 12, programs=4, apart=True),
     "wide, some": GemmConfig(64, 128, 4, 24, "operand", programs=2),
     "wide, many": GemmConfig(128, 256, 8, 24, "operand", programs=1),
 }

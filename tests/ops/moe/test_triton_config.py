@@ -112,10 +112,6 @@ def test_wide_kernels_serve_groups_of_64_with_two_halves(
     assert got.gate_up.block_rows == got.down.block_rows == expected
     assert bool(got.gate_up.programs) == bool(got.down.programs) == (groups[0] != 32)
     assert got.gate_up.block_tokens == (64 if groups[0] == 32 else 128)
-    few = config.GemmConfig(32, 256, 8, 12, programs=2)
-    got = backend.served(config.LaunchConfig(few, few), experts, layer.x.bfloat16(), CallOptions())
-    on_codes = config.GemmConfig(32, 256, 8, 24, "operand", programs=2)
-    assert got.down == {64: on_codes, 128: few}.get(groups[0], config.GemmConfig(32, 128, 4, 3))
 
 
 @pytest.mark.parametrize(("tokens", "rows", "warps", "programs"), [(8, 64, 4, 4), (16, 128, 8, 2), (32, 128, 8, 2)])
@@ -177,6 +173,18 @@ def test_a_tuned_shape_takes_the_row_below_its_slots_an_expert(h200: None) -> No
     assert config.row({"2": None, "0.5": None, "16": None}, 0.1) == "0.5"
     above = config.LaunchConfig.from_json(rows[keys[-1]])
     assert config.choose(META, 131072, 8, False, 0) == above
+
+
+def test_rows_for_group_sizes_go_before_the_shapes(h200: None) -> None:
+    """Groups of 64, the default when quantising at load: with the row for groups of 128 Qwen3's layer took 0.173 ms at
+    256 tokens, where 0.126 are to be had."""
+    by_128 = ExpertsMeta("triton", 128, 2048, 768, 128, 128, True, "float", torch.bfloat16)
+    by_64 = replace(by_128, group_size_w2=64)
+    chosen = config.choose(by_64, 256, 8, False, 0)
+    assert chosen.down == config.GemmConfig(32, 256, 8, 24, "operand", programs=2)
+    assert chosen.down != config.choose(by_128, 256, 8, False, 0).down
+    for tokens in (1, 64, 4096):
+        assert config.choose(by_64, tokens, 8, False, 0) == config.choose(by_128, tokens, 8, False, 0)
 
 
 def test_a_shape_without_a_table_takes_the_rule(h200: None) -> None:

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm_ext.ops.moe.triton.dequant import scale_activations
 from vllm_ext.ops.moe.triton.launch_sizes import cdiv, next_power_of_2
-from vllm_ext.ops.moe.triton.pdl import dependent_launch, wait_for_previous
+from vllm_ext.ops.moe.triton.pdl import carve_shared_memory, dependent_launch, wait_for_previous
 
 _ONE_LAUNCH_SLOTS = 8192
 _MANY_WARPS = 16
@@ -380,12 +380,14 @@ def align(
     launch = {"PDL": pdl, "launch_pdl": pdl}
     if num_slots <= one_launch_slots:
         chunk, warps, together = one_launch_shape(num_slots)
-        _align_kernel[(1 + num_experts + cdiv(num_tokens, together),)](
+        kernel = _align_kernel[(1 + num_experts + cdiv(num_tokens, together),)](
             topk_ids, id_map, x, scaled, sorted_slots, blocks, other, group_sums, flags, num_slots, *limits, num_flags,
             num_tokens, num_experts, num_global, x.stride(0),
             CHUNK=chunk, TOKENS=together, SPARSE=sparse[0], OTHER=not same, num_warps=warps,
             **ids, **tokens, **token, **launch,
         )  # fmt: skip
+        if pdl:
+            carve_shared_memory(kernel)
         return aligned
     chunk_slots = max(_CHUNK_SLOTS, next_power_of_2(cdiv(num_slots, _MAX_CHUNKS)))
     num_chunks = cdiv(num_slots, chunk_slots)

@@ -152,15 +152,10 @@ def _or_tiles(gemm: GemmConfig, plain: bool, size: stream.Sizes) -> GemmConfig:
 def _for_tiles_of(gemm: GemmConfig, columns: int) -> GemmConfig:
     """A table's row for tiles of so many columns. Rows are by shape alone, and may have been made with groups of 128.
 
-    In tiles of 64, those of groups of 64, the wide kernels take two halves of 128 rows and not one, and what Qwen3's
-    row streams in 256 rows by 32 slots is faster with scales on the codes: 0.126 instead of 0.164 ms a layer.
+    In tiles of 64, those of groups of 64, the wide kernels take two halves of 128 rows and not one.
     """
-    if columns > 64:
-        return gemm
-    if stream.wide(gemm) and gemm.block_rows == 128:
+    if columns == 64 and stream.wide(gemm) and gemm.block_rows == 128:
         return GemmConfig(gemm.block_tokens, 256, 8, gemm.num_stages, gemm.scaling, programs=1)
-    if not stream.wide(gemm) and (gemm.block_tokens, gemm.block_rows) == (32, 256):
-        return GemmConfig(32, 256, 8, 24, "operand", programs=2)
     return gemm
 
 

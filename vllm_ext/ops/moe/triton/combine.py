@@ -10,7 +10,7 @@ import triton.language as tl
 
 from vllm_ext.ops.moe.triton.align import local_expert
 from vllm_ext.ops.moe.triton.launch_sizes import cdiv, next_power_of_2
-from vllm_ext.ops.moe.triton.pdl import dependent_launch, wait_for_previous
+from vllm_ext.ops.moe.triton.pdl import carve_shared_memory, dependent_launch, wait_for_previous
 
 _MOST_SLOTS = 63  # bits of the word that holds which of a token's slots are routed
 
@@ -71,7 +71,7 @@ def combine(
     columns = slots.shape[1]
     out = torch.empty(tokens, columns, dtype=slots.dtype, device=slots.device)
     block = min(1024, next_power_of_2(columns))
-    _combine_kernel[(tokens, cdiv(columns, block))](
+    kernel = _combine_kernel[(tokens, cdiv(columns, block))](
         slots,
         topk_ids,
         topk_weights,
@@ -88,4 +88,6 @@ def combine(
         num_warps=4,
         launch_pdl=dependent_launch(slots.device),
     )
+    if dependent_launch(slots.device):
+        carve_shared_memory(kernel)
     return out

@@ -27,6 +27,7 @@ class GemmConfig:
     split      whether persistent programs share K tiles evenly, so that several add up one piece of work
     guess      whether gate and up's persistent programs ask for their first weights while slots are listed, every
                expert's first block being theirs whether it gets slots or not
+    apart      whether streaming programs free a tile's words as soon as they are in registers, before its products
     """
 
     block_tokens: int
@@ -40,6 +41,7 @@ class GemmConfig:
     programs: int = 0
     split: bool = False
     guess: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,11 @@ def table_name(device_name: str) -> str:
 def shape_key(meta: ExpertsMeta, top_k: int) -> str:
     """A shape's name in a table."""
     return f"H{meta.hidden_size}_I{meta.intermediate_size}_E{meta.num_experts}_K{top_k}"
+
+
+def group_key(meta: ExpertsMeta) -> str:
+    """What follows a shape's name where rows are for given group sizes only."""
+    return f"G{meta.group_size_w13}_{meta.group_size_w2}"
 
 
 # FP32 activations are for checking: a ring of few and small tiles, which fits into every GPU's shared memory.
@@ -111,15 +118,17 @@ def choose(meta: ExpertsMeta, num_tokens: int, top_k: int, batch_invariant: bool
     """The configuration for a call. device_index -1 is the interpreter.
 
     The table is looked up by the number of slots an expert gets on average, nearest below in its rows; a shape that it
-    lacks takes the rows of no other shape but the rule. A batch-invariant call takes one configuration for all sizes,
-    and so does every call in FP32.
+    lacks takes the rows of no other shape but the rule. Rows for given group sizes go before those of the shape. A
+    batch-invariant call takes one configuration for all sizes, and so does every call in FP32.
     """
     per_expert = num_tokens * top_k / meta.num_experts
     if meta.dtype == torch.float32:
         return _FP32
     if batch_invariant:
         return rule(_BATCH_INVARIANT_TOKENS / 2)
-    rows = load_table(_device_name(device_index)).get(shape_key(meta, top_k), {}) if device_index >= 0 else {}
+    table = load_table(_device_name(device_index)) if device_index >= 0 else {}
+    key = shape_key(meta, top_k)
+    rows = table.get(key, {}) | table.get(f"{key}_{group_key(meta)}", {})
     if not rows:
         return rule(per_expert)
     return LaunchConfig.from_json(rows[row(rows, per_expert)])

@@ -6,7 +6,9 @@ drains, and waits on the device, so that the launches of a layer's four kernels 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 from __future__ import annotations
 
+import ctypes
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -24,6 +26,24 @@ def dependent_launch(device: torch.device) -> bool:
         and torch.version.hip is None
         and torch.cuda.get_device_capability(device) >= MINIMUM_CAPABILITY
     )
+
+
+_CARVEOUT_ATTRIBUTE = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
+_ALL = 100
+_carved: set[int] = set()
+
+
+def carve_shared_memory(kernel: Any) -> None:
+    """Have a kernel that needs no shared memory run on multiprocessors set up for kernels that need all of it.
+
+    A multiprocessor changes how much of its memory is L1 only when nothing runs on it, so programs of the GEMMs could
+    not be placed beside those of this kernel. `kernel` is what a launch returned.
+    """
+    function = getattr(kernel, "function", None)
+    if function is None or function in _carved:
+        return
+    _carved.add(function)
+    ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), _CARVEOUT_ATTRIBUTE, _ALL)
 
 
 @triton.jit

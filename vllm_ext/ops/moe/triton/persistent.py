@@ -59,6 +59,23 @@ def copy_weights(words, factors, bar, words_buffer, factors_buffer, expert, row,
 
 
 @gluon.jit
+def copy_words(words, bar, words_buffer, expert, row, tile, p: gl.constexpr):
+    """`copy_weights` of the words alone."""
+    ROWS_A_LINE: gl.constexpr = p[17] // p[3]
+    mbarrier.expect(bar, p[5] * p[3] * 2)
+    line = (expert * (p[0] // (4 * p[3])) + tile) * (p[1] // ROWS_A_LINE) + row // ROWS_A_LINE
+    load_tile(words, [line, 0], bar, words_buffer)
+
+
+@gluon.jit
+def copy_factors(factors, bar, factors_buffer, expert, row, tile, p: gl.constexpr):
+    """`copy_weights` of the factors alone."""
+    mbarrier.expect(bar, p[5] * 4)
+    group = expert * (p[0] // p[2]) + tile * (4 * p[3]) // p[2]
+    load_tile(factors, [group * p[1] + row], bar, factors_buffer)
+
+
+@gluon.jit
 def copy_x(x_buffer, bar, x, place, count, tile, TOKENS: gl.constexpr, TILE: gl.constexpr):
     """Ask for a block's activations of one K tile, zeros for tokens that are not there; `bar` hears when they came."""
     LANES: gl.constexpr = TILE // 8
@@ -135,14 +152,21 @@ def store_gate_up(
 
 
 @gluon.jit
-def store_down(acc, out, sorted_slots, first, count, start, ROWS: gl.constexpr):
-    """Store rows from row `start` on by slot."""
-    BLOCK_ROWS: gl.constexpr = acc.shape[0]
-    TOKENS: gl.constexpr = acc.shape[1]
+def down_slots(sorted_slots, first, count, TOKENS: gl.constexpr, BLOCK_ROWS: gl.constexpr):
+    """Slots of a block, laid out as `store_down` stores BLOCK_ROWS rows."""
     LANES: gl.constexpr = BLOCK_ROWS // 8
     wide: gl.constexpr = gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1])
     t = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, wide))
-    slot = gl.load(sorted_slots + first + t, mask=t < count, other=0).to(gl.int64)
+    return gl.load(sorted_slots + first + t, mask=t < count, other=0)
+
+
+@gluon.jit
+def store_down(acc, out, slot, count, start, ROWS: gl.constexpr):
+    """Store rows from row `start` on by slot (`down_slots`)."""
+    BLOCK_ROWS: gl.constexpr = acc.shape[0]
+    wide: gl.constexpr = slot.type.layout.parent
+    t = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, wide))
+    slot = slot.to(gl.int64)
     value = gl.convert_layout(acc.to(out.dtype.element_ty), wide)
     row = start + gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(1, wide))
     gl.store((out + slot * ROWS)[None, :] + row[:, None], value, mask=(t < count)[None, :])

@@ -109,7 +109,7 @@ def product_rows(gemm: GemmConfig) -> int:
 def stages(gemm: GemmConfig, sizes: Sizes) -> int:
     """Tiles in the ring: what the configuration asks for, or as many as shared memory holds."""
     tile = 4 * sizes.plane
-    stage = gemm.block_rows * (tile // 2 + 4) + gemm.block_tokens * tile * 2 + 16
+    stage = gemm.block_rows * (tile // 2 + 4) + gemm.block_tokens * tile * 2 + 16 + 8 * gemm.apart
     rest = gemm.block_rows * gemm.block_tokens + 1024
     if wide(gemm):
         rest = 6144 + -(-sizes.columns // sizes.sum_width // 16) * gemm.block_tokens * 64
@@ -157,6 +157,7 @@ def kernel_shape(
         product_rows(gemm),
         _LINE_WORDS,
         sparse,
+        gemm.apart,
     )
 
 

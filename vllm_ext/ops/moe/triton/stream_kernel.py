@@ -23,113 +23,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm_ext.ops.moe.triton.dequant import expand, expand_pair, unpack_factors
 from vllm_ext.ops.moe.triton.persistent import (
-    copy_weights,
-    copy_x,
+    down_slots,
     dtype_of,
     load_block,
     load_first_block,
-    load_rows,
-    places,
     side_by_side,
     store_down,
     store_gate_up,
 )
 from vllm_ext.ops.moe.triton.share import hand_over, share, take_over
-
-
-@gluon.jit
-def _produce(
-    words,
-    factors,
-    x,
-    x_stride,
-    group_sums,
-    sorted_slots,
-    blocks,
-    words_ring,
-    factors_ring,
-    x_ring,
-    sums_ring,
-    full,
-    empty,
-    GATHER: gl.constexpr,
-    TOP_K: gl.constexpr,
-    SPLIT: gl.constexpr,
-    p: gl.constexpr,
-):
-    """Fill the ring, tile after tile of one piece of work after another."""
-    K: gl.constexpr = p[0]
-    ROWS: gl.constexpr = p[1]
-    PLANE: gl.constexpr = p[3]
-    BLOCK_ROWS: gl.constexpr = p[5]
-    TOKENS: gl.constexpr = p[6]
-    STAGES: gl.constexpr = p[7]
-    TILE: gl.constexpr = 4 * PLANE
-    TILES: gl.constexpr = K // TILE
-    ROW_TILES: gl.constexpr = ROWS // BLOCK_ROWS
-    RUNS: gl.constexpr = TILE // p[4]
-    SPARSE: gl.constexpr = p[18]
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    t = gl.arange(0, TOKENS, layout=line)
-    rank = gl.num_programs(0) - 1 - gl.program_id(0)
-    early = 0
-    if GATHER:
-        if SPARSE > 0:
-            # The first blocks are those of the experts one after another: their weights need not wait for the table.
-            early = gl.where(rank < SPARSE * ROW_TILES, gl.minimum(TILES, STAGES), 0)
-            own = rank % ROW_TILES * BLOCK_ROWS
-            for i in range(early):
-                w, f = words_ring.index(i), factors_ring.index(i)
-                copy_weights(words, factors, full.index(i), w, f, rank // ROW_TILES, own, i, p)
-        gdc_wait()
-        gdc_launch_dependents()
-    limit = gl.load(blocks + 3, cache_modifier=".cg")
-    tile, last, skip = share(limit * ROW_TILES, rank, TILES, SPLIT)
-    expert, first, count = load_first_block(blocks, tile // TILES // ROW_TILES, limit, SPLIT)
-    if not GATHER:
-        # The block table was complete before the first GEMM began: weights need not wait for it, activations do.
-        early = gl.minimum(gl.minimum(TILES - tile % TILES, last - tile), STAGES)
-        if SPARSE != 0:
-            early = gl.where(count > 0, early, 0)
-        row = tile // TILES % ROW_TILES * BLOCK_ROWS
-        for i in range(early):
-            k = tile % TILES + i
-            copy_weights(words, factors, full.index(i), words_ring.index(i), factors_ring.index(i), expert, row, k, p)
-        gdc_wait()
-        gdc_launch_dependents()
-    stage = 0
-    phase = 1
-    began = 0
-    while tile < last:
-        place = places(sorted_slots, first, count, x_stride, GATHER, TOP_K, p)
-        source = first + t
-        if GATHER:
-            source = gl.load(sorted_slots + source, mask=t < count, other=0) // TOP_K
-        sums = group_sums + source.to(gl.int64) * p[12]
-        row = tile // TILES % ROW_TILES * BLOCK_ROWS
-        start = tile % TILES
-        end = gl.minimum(TILES, start + last - tile)
-        tile += end - start + skip
-        next_expert, next_first, next_count = load_block(blocks, tile // TILES // ROW_TILES, limit)
-        if SPARSE != 0:
-            # Of a block without slots no more is copied than was asked for before that was known.
-            asked = gl.where(began == 0, early, 0)
-            end = gl.where(count > 0, end, start + asked)
-        for i in range(start, end):
-            bar = full.index(stage)
-            if began >= early:
-                mbarrier.wait(empty.index(stage), phase)
-                copy_weights(words, factors, bar, words_ring.index(stage), factors_ring.index(stage), expert, row, i, p)
-            for r in gl.static_range(RUNS):
-                run = sums_ring.index(stage * RUNS + r)
-                load_rows(run, sums + i * RUNS + r, mask=t < count)
-            copy_x(x_ring.index(stage), bar, x, place, count, i, TOKENS, TILE)
-            began += 1
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
-        expert, first, count = next_expert, next_first, next_count
+from vllm_ext.ops.moe.triton.stream_producer import produce, produce_words
 
 
 @gluon.jit
@@ -152,13 +55,12 @@ def _begin_pair(words, x_tile, product, HIGH: gl.constexpr, operand: gl.constexp
 
 
 @gluon.jit
-def _halves(words, x_tile, nothing, ROWS: gl.constexpr, operand: gl.constexpr, DTYPE: gl.constexpr):
+def _halves(word, word_1, x_tile, nothing, operand: gl.constexpr, DTYPE: gl.constexpr):
     """The products of both halves of a tile's rows, the last two under way, and the operands they read.
 
     Codes are expanded while the tensor core multiplies others; no more than two operands' registers are held.
     """
-    word, word_1 = words.slice(0, ROWS).load(operand), words.slice(ROWS, ROWS).load(operand)
-    if words.shape[1] == 32:
+    if word.shape[1] == 32:
         low, w = _begin_pair(word, x_tile, nothing, False, operand, DTYPE)
         high, w_1 = _begin_pair(word_1, x_tile, nothing, False, operand, DTYPE)
         low, w = warpgroup_mma_wait(1, deps=[low, w])
@@ -187,6 +89,7 @@ def _add_tiles(
     sums_ring,
     full,
     empty,
+    words_empty,
     tiles,
     stage,
     phase,
@@ -210,10 +113,16 @@ def _add_tiles(
         mbarrier.wait(full.index(stage), phase)
         words = words_ring.index(stage).reshape([p[5], p[3]])
         factors, x_tile = factors_ring.index(stage), x_ring.index(stage).slice(0, N)
+        codes = words.slice(0, ROWS).load(operand)
         if p[5] > ROWS:
-            product, w, high, w_1 = _halves(words, x_tile, nothing, ROWS, operand, dtype_of(p[8]))
+            codes_1 = words.slice(ROWS, ROWS).load(operand)
+            if p[19]:
+                mbarrier.arrive(words_empty.index(stage), count=1)
+            product, w, high, w_1 = _halves(codes, codes_1, x_tile, nothing, operand, dtype_of(p[8]))
         else:
-            product, w = _begin(words.load(operand), x_tile, nothing, operand, dtype_of(p[8]))
+            if p[19]:
+                mbarrier.arrive(words_empty.index(stage), count=1)
+            product, w = _begin(codes, x_tile, nothing, operand, dtype_of(p[8]))
         word = factors.slice(0, ROWS).load(by_row)
         total = sums_ring.index(stage * RUNS).slice(0, N).load(gl.SliceLayout(0, accumulator))
         for r in gl.static_range(1, RUNS):
@@ -238,7 +147,7 @@ def _add_tiles(
 
 @gluon.jit
 def _finish(
-    acc, other, sorted_slots, out, out_sums, alpha, limit, first, count, row, GATE_UP: gl.constexpr,
+    acc, other, slot, out, out_sums, alpha, limit, first, count, row, GATE_UP: gl.constexpr,
     ACTIVATION: gl.constexpr, p: gl.constexpr, e: gl.constexpr,
 ):  # fmt: skip
     """Store a piece's rows from `row` on: activated, or by slot."""
@@ -249,9 +158,18 @@ def _finish(
             row += ROWS
             store_gate_up(other * 2.0 ** p[11], out, out_sums, first, count, row // 2, alpha, limit, ACTIVATION, e)
     else:
-        store_down(acc * 2.0 ** p[11], out, sorted_slots, first, count, row, p[1])
+        store_down(acc * 2.0 ** p[11], out, slot, count, row, p[1])
         if p[5] > ROWS:
-            store_down(other * 2.0 ** p[11], out, sorted_slots, first, count, row + ROWS, p[1])
+            store_down(other * 2.0 ** p[11], out, slot, count, row + ROWS, p[1])
+
+
+@gluon.jit
+def _slots(sorted_slots, first, count, TOKENS: gl.constexpr, ROWS: gl.constexpr, GATE_UP: gl.constexpr):
+    """A block's slots as they will be needed, asked for before the block is multiplied."""
+    slot = 0
+    if not GATE_UP:
+        slot = down_slots(sorted_slots, first, count, TOKENS, ROWS)
+    return slot
 
 
 @gluon.jit
@@ -270,6 +188,7 @@ def _consume(
     sums_ring,
     full,
     empty,
+    words_empty,
     GATE_UP: gl.constexpr,
     ACTIVATION: gl.constexpr,
     SPLIT: gl.constexpr,
@@ -305,31 +224,60 @@ def _consume(
             end = gl.where(own_count > 0, end, start + asked)
             asked = 0
         if SHORT < TOKENS and own_count <= SHORT:
+            few_slot = _slots(sorted_slots, own_first, own_count, SHORT, HALF, GATE_UP)
             few, few_1, stage, phase = _add_tiles(
-                words_ring, factors_ring, x_ring, sums_ring, full, empty, end - start, stage, phase, SHORT, HALF, p
+                words_ring,
+                factors_ring,
+                x_ring,
+                sums_ring,
+                full,
+                empty,
+                words_empty,
+                end - start,
+                stage,
+                phase,
+                SHORT,
+                HALF,
+                p,
             )
             _finish(
-                few, few_1, sorted_slots, out, out_sums, alpha, limit, own_first, own_count, row, GATE_UP, ACTIVATION,
-                p, e,
-            )  # fmt: skip
-        else:
-            acc, other, stage, phase = _add_tiles(
-                words_ring, factors_ring, x_ring, sums_ring, full, empty, end - start, stage, phase, TOKENS, HALF, p
+                few, few_1, few_slot, out, out_sums, alpha, limit, own_first, own_count, row, GATE_UP, ACTIVATION, p, e
             )
-            if start > 0:
-                hand_over(acc, other, partials, flags, rank, p)
-            else:
-                if SPLIT:
+        else:
+            slot = _slots(sorted_slots, own_first, own_count, TOKENS, HALF, GATE_UP)
+            acc, other, stage, phase = _add_tiles(
+                words_ring,
+                factors_ring,
+                x_ring,
+                sums_ring,
+                full,
+                empty,
+                words_empty,
+                end - start,
+                stage,
+                phase,
+                TOKENS,
+                HALF,
+                p,
+            )
+            if SPLIT:
+                if start > 0:
+                    hand_over(acc, other, partials, flags, rank, p)
+                else:
                     giver = rank
                     while end < TILES:
                         giver += 1
                         acc, other = take_over(acc, other, partials, flags, giver, p)
                         giver_first, giver_last, _ = share(used * ROW_TILES, giver, TILES, SPLIT)
                         end += giver_last - giver_first
+                    _finish(
+                        acc, other, slot, out, out_sums, alpha, limit, own_first, own_count, row, GATE_UP, ACTIVATION,
+                        p, e,
+                    )  # fmt: skip
+            else:
                 _finish(
-                    acc, other, sorted_slots, out, out_sums, alpha, limit, own_first, own_count, row, GATE_UP,
-                    ACTIVATION, p, e,
-                )  # fmt: skip
+                    acc, other, slot, out, out_sums, alpha, limit, own_first, own_count, row, GATE_UP, ACTIVATION, p, e
+                )
 
 
 @gluon.jit
@@ -361,10 +309,10 @@ def stream_kernel(
     SHAPE is (K, rows, group size, plane width, columns of one sum, BLOCK_ROWS, BLOCK_TOKENS, stages, the names of the
     dtypes of operands and factors, codes' offset, exponent of the result, row stride of the sums, exponent of the
     scales, what odd planes count, slots of the shorter product, rows of one product, words of a line of the bulk
-    copies, experts that have a block each at the table's start or -1 if a block may be without slots); EPILOGUE, of
-    gate and up, (row stride of out, columns of one sum of it, sums, exponent, its step, plane width); PRODUCER the
-    producer's (warps, registers). SPLIT is explained at `share`; it leaves sums in `partials` and needs `flags` at
-    zero, one a program.
+    copies, experts that have a block each at the table's start or -1 if a block may be without slots, whether words
+    are freed before the rest of a tile); EPILOGUE, of gate and up, (row stride of out, columns of one sum of it, sums,
+    exponent, its step, plane width); PRODUCER the producer's (warps, registers). SPLIT is explained at `share`; it
+    leaves sums in `partials` and needs `flags` at zero, one a program.
     """
     PLANE: gl.constexpr = SHAPE[3]
     BLOCK_ROWS: gl.constexpr = SHAPE[5]
@@ -372,6 +320,7 @@ def stream_kernel(
     STAGES: gl.constexpr = SHAPE[7]
     DTYPE: gl.constexpr = dtype_of(SHAPE[8])
     LINE: gl.constexpr = SHAPE[17]
+    APART: gl.constexpr = 1 if SHAPE[19] else 0
     TILE: gl.constexpr = 4 * PLANE
     x_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     sums_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -381,27 +330,43 @@ def stream_kernel(
     sums_ring = gl.allocate_shared_memory(gl.float32, [STAGES * (TILE // SHAPE[4]), TOKENS], sums_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    words_empty = empty
+    if APART:
+        words_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1 + 32 * PRODUCER[0])
+        mbarrier.init(full.index(i), count=1 + APART + 32 * PRODUCER[0])
         mbarrier.init(empty.index(i), count=1)
+        if APART:
+            mbarrier.init(words_empty.index(i), count=1)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (
-                _consume,
-                (
+    if APART:
+        gl.warp_specialize(
+            [
+                (_consume, (
                     sorted_slots, blocks, out, out_sums, partials, flags, alpha, limit, words_ring, factors_ring,
-                    x_ring, sums_ring, full, empty, GATE_UP, ACTIVATION, SPLIT, SHAPE, EPILOGUE,
-                ),
-            ),
-            (
-                _produce,
-                (
+                    x_ring, sums_ring, full, empty, words_empty, GATE_UP, ACTIVATION, SPLIT, SHAPE, EPILOGUE,
+                )),
+                (produce_words, (words, blocks, words_ring, full, words_empty, GATE_UP, SPLIT, SHAPE)),
+                (produce, (
                     words, factors_tiles, x, x_stride, group_sums, sorted_slots, blocks, words_ring, factors_ring,
                     x_ring, sums_ring, full, empty, GATE_UP, TOP_K, SPLIT, SHAPE,
-                ),
-            ),
-        ],
-        [PRODUCER[0]],
-        [PRODUCER[1]],
-    )  # fmt: skip
+                )),
+            ],
+            [1, PRODUCER[0]],
+            [PRODUCER[1], PRODUCER[1]],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    sorted_slots, blocks, out, out_sums, partials, flags, alpha, limit, words_ring, factors_ring,
+                    x_ring, sums_ring, full, empty, words_empty, GATE_UP, ACTIVATION, SPLIT, SHAPE, EPILOGUE,
+                )),
+                (produce, (
+                    words, factors_tiles, x, x_stride, group_sums, sorted_slots, blocks, words_ring, factors_ring,
+                    x_ring, sums_ring, full, empty, GATE_UP, TOP_K, SPLIT, SHAPE,
+                )),
+            ],
+            [PRODUCER[0]],
+            [PRODUCER[1]],
+        )  # fmt: skip

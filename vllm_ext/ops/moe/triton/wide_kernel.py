@@ -26,6 +26,7 @@ from vllm_ext.ops.moe.triton.persistent import (
     barrier,
     copy_weights,
     copy_x,
+    down_slots,
     dtype_of,
     load_block,
     load_first_block,
@@ -293,9 +294,10 @@ def _piece(
         if HALVES == 2 and start + HALF < ROWS:
             _activate(high, out, out_sums, first, count, (start + HALF) // 2, alpha, limit, N, ACTIVATION, e)
     else:
-        store_down(low, out, sorted_slots, first, count, start, ROWS)
+        slot = down_slots(sorted_slots, first, count, N, HALF)
+        store_down(low, out, slot, count, start, ROWS)
         if HALVES == 2 and start + HALF < ROWS:
-            store_down(high, out, sorted_slots, first, count, start + HALF, ROWS)
+            store_down(high, out, slot, count, start + HALF, ROWS)
     return stage, phase
 
 
