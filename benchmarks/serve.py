@@ -43,6 +43,7 @@ from vllm_ext.benchmarks.serve_profile import table as profile_table
 from vllm_ext.benchmarks.serve_report import add_bounds, chart, table
 
 ANSWER_TIMEOUT = 120.0
+LAYERS = 12
 # Nats a token. Quantising random weights moves a log-probability by about a tenth to a half (it is reported); a kernel
 # that computes something else moves it by the spread of the logits, 2.
 FAR_FROM_BF16 = 1.0
@@ -279,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="vllm-ext bench serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["Qwen3-30B-A3B"])
-    parser.add_argument("--layers", type=int, default=12, help="default: %(default)s")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="default: %(default)s")
     parser.add_argument("--arms", nargs="*", default=list(ARMS), metavar="ARM", help=f"of {list(ARMS)}; default: all")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--input-tokens", type=int, default=128, help="tokens of a prompt")
@@ -342,7 +343,8 @@ def run(args: argparse.Namespace) -> int:
             "orders": [],
             "rows": [],
         }
-        servings.append(Serving(SHAPES[name], args.output_dir / f"serve_{name.lower()}.json", document))
+        depth = "" if args.layers == LAYERS else f"_{args.layers}_layers"
+        servings.append(Serving(SHAPES[name], args.output_dir / f"serve_{name.lower()}{depth}.json", document))
     try:
         measure(args, servings, folder)
     finally:

@@ -139,6 +139,13 @@ def test_arm_that_computes_something_else_is_not_timed(arm, values, refused, say
     assert says in wrong[refused]
 
 
+def test_runs_of_other_depths_keep_results_of_their_own(tmp_path):
+    for depth in ([], ["--layers", "3"]):
+        assert serve.main(["--shape", "tiny", "--arms", "--output-dir", str(tmp_path), *depth]) == 0
+    found = {path.name: json.loads(path.read_text())["options"]["layers"] for path in tmp_path.glob("*.json")}
+    assert found == {"serve_tiny.json": 12, "serve_tiny_3_layers.json": 3}
+
+
 def test_how_far_from_bf16_is_too_far_can_be_said():
     """Thirty layers of a model that amplifies roundings may be further from BF16 than the default, and right."""
     log_probs = {"BF16": [-1.0, -2.0], "w4a16-grouped": [-2.2, -3.2]}
