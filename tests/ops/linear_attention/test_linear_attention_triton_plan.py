@@ -46,6 +46,9 @@ def test_tiers_follow_heads_and_length() -> None:
     assert map_prefill(32768, 1, 32, 128, 128, 132).segment_chunks == 384
     assert map_prefill(32768, 1, 32, 128, 128, 132, overlapping=False).segment_chunks == 256
     assert map_prefill(32768, 4, 8, 128, 128, 132).segment_chunks is None
+    # KDA keeps 2 GiB of 65536 tokens' chunks of 32 heads, and segments would want them all at once.
+    assert map_prefill(65536, 1, 32, 128, 128, 132, 128, "kda").segment_chunks is None
+    assert map_prefill(32768, 1, 16, 128, 128, 132, 128, "kda").segment_chunks == 171
     # Two waves of programs of 64 columns against one of 128.
     assert map_prefill(8192, 4, 32, 128, 128, 132, 128).tier == HEAD
     assert map_prefill(8192, 4, 32, 128, 128, 132).block_columns == 64

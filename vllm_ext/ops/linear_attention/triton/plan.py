@@ -14,7 +14,7 @@ HEAD, COLUMNS, SEGMENTS = "head", "columns", "segments"
 # One chunk of one program, which has a multiprocessor to itself, by columns of the state that it carries.
 _STEPS = {64: 1.2, 128: 1.8}
 # The same without queries, of one and of two programs on a multiprocessor.
-_TRANSITION_STEPS = {"gdn": (0.8, 1.1), "kda": (0.95, 1.9)}
+_TRANSITION_STEPS = {"gdn": (0.8, 1.1), "kda": (1.3, 2.6)}
 _COMPOSE_STEP = 3.0
 _COMPOSE_LAUNCH = 8.0
 _SECOND_LAUNCH = 8.0
