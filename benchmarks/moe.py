@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import math
 import multiprocessing
 import os
 import sys
@@ -132,13 +133,15 @@ class Checked:
     topk_ids: torch.Tensor
     expected: torch.Tensor
 
-    def error(self, arm: Arm, call: Call) -> float:
-        """The arm's relative error against FP64 on a small batch, and, for ours, on the same rows of the large one."""
-        small = (self.x[:CHECK_TOKENS], self.topk_weights[:CHECK_TOKENS], self.topk_ids[:CHECK_TOKENS])
-        errors = [relative_error(call(*small), self.expected)]
-        if arm.ours and not arm.tokens:
-            errors.append(relative_error(call(self.x, self.topk_weights, self.topk_ids)[:CHECK_TOKENS], self.expected))
-        return max(errors)
+    def error(self, arm: Arm, call: Call, tokens: list[int]) -> float:
+        """The arm's largest relative error against FP64, NaN where any is: on a small batch, and, for ours, on the same
+        rows in batches of every size that is timed, each of which may be launched otherwise."""
+        counts = {CHECK_TOKENS, *(min(count, LARGE_CHECK_TOKENS) for count in tokens if arm.ours)}
+        errors = []
+        for count in sorted(counts):
+            out = call(self.x[:count], self.topk_weights[:count], self.topk_ids[:count])[:CHECK_TOKENS]
+            errors.append(relative_error(out, self.expected[: out.shape[0]]))
+        return max(errors, key=lambda error: (math.isnan(error), error))
 
 
 def _checked(shape: Shape, zero: str | None, device: torch.device) -> Checked:
@@ -214,7 +217,7 @@ def _measure_arm(
         if arm.zero not in checked:
             checked[arm.zero] = _checked(shape, arm.zero, torch.device("cuda", 0))
         call = arm.build(shape, *checked[arm.zero].weights)
-        error = checked[arm.zero].error(arm, call)
+        error = checked[arm.zero].error(arm, call, _timed_at(arm, args.tokens))
         tolerance = OURS_TOLERANCE if arm.ours else PEER_TOLERANCE
         if not error <= tolerance:
             raise CheckFailed(f"{shape.name}, {arm.name}: relative error {error:.2e} above {tolerance:.1e}")
