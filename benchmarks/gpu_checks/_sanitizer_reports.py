@@ -1,9 +1,9 @@
 """What compute-sanitizer reported, and whether a hazard is the hand-over of work by Triton's warp specialisation.
 
 A warp-specialised kernel keeps a byte a worker warp in shared memory: what the warp is to run. The first warps write
-it, all warps pass barrier 1, the workers read it. Racecheck of CUDA 13.0 reports that pair now and then. Machine code
-decides: the write must stand directly before that barrier, the read directly after it, and nothing else may touch the
-bytes.
+it, all warps pass barrier 1, the workers read it. Racecheck 2025.3 (CUDA 13.0) reports that pair now and then, 2026.4
+did not. Machine code decides: the write must stand directly before that barrier, the read directly after it, and
+nothing else may touch the bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ _HAZARD = re.compile(
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
 _SHARED = re.compile(r"\b(LDS|STS|LDSM|STSM|ATOMS|UTMALDG|LDGSTS)")
 _ADDRESS = re.compile(r"\[[^\]]*?(0x[0-9a-f]+)\]")
+# A program's own shared memory begins after what the system keeps of it.
+_RESERVED = 1024
 _ALL_WARPS = re.compile(r"BAR\.SYNC\.DEFER_BLOCKING 0x1$")
 
 
@@ -90,4 +92,5 @@ def hand_over(lines: list[str]) -> HandOver | None:
         touched.append(address)
     if not writes:
         return None
-    return HandOver(frozenset(writes), frozenset(reads), range(min(touched), max(touched) + 4))
+    own = range(_RESERVED + min(touched), _RESERVED + max(touched) + 4)
+    return HandOver(frozenset(writes), frozenset(reads), own)

@@ -7,13 +7,15 @@ that racecheck, which makes kernels some hundred times slower, comes to its end.
 
 Each layer runs in a process of its own: right against FP64, bit-equal when called again, and nothing reported. The GPU
 is taken to have one multiprocessor, so that a persistent program does several pieces of work and its ring goes round,
-as at full size. Exit status 0 when every run ended and reported nothing; a hazard of the hand-over of work by Triton's
-warp specialisation, told apart by machine code (`_sanitizer_reports.py`), is counted by itself and does not fail.
+as at full size. For racecheck the streaming kernels are assembled so that it can follow them (`_every_reader.py`). Exit
+status 0 when every run ended and reported nothing; a hazard of the hand-over of work by Triton's warp specialisation,
+told apart by machine code (`_sanitizer_reports.py`), is counted by itself and does not fail.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -31,6 +33,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from _every_reader import compiled_so
 from _sanitizer_reports import HandOver, hand_over, hazards, summary
 from moe_checks import STREAMED, TOLERANCE, Built, Case, poison
 from vllm_ext.benchmarks.moe_common import SHAPES, Shape, relative_error
@@ -161,11 +164,12 @@ def run_under(tool: str, number: int, layer: Layer, turn: int, args: argparse.Na
     command += [word for name in KERNELS for word in ("--kernel-name", f"kernel_name={name}")]
     command += ["--racecheck-report", "hazard"] if tool == "racecheck" else []
     command += args.options.split()
+    as_compiled = ["--as-compiled"] if args.as_compiled or tool != "racecheck" else []
     row: dict[str, Any] = {"tool": tool, "layer": layer.name, "launch": layer.launch.to_json()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         start = time.monotonic()
-        command += [sys.executable, __file__, "--run", str(number), "--folder", name]
+        command += [sys.executable, __file__, "--run", str(number), "--folder", name, *as_compiled]
         with (folder / "log").open("w", encoding="utf-8") as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
             try:
@@ -202,6 +206,7 @@ def main() -> int:
     parser.add_argument("--total-seconds", type=float, default=3600.0, help="all runs are ended after so many")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the tool's program")
     parser.add_argument("--options", default="", help="more options for the tool, in one word")
+    parser.add_argument("--as-compiled", action="store_true", help="racecheck too: it reports each reader but one")
     parser.add_argument("--output", type=Path, help="a file for the rows, one JSON a line, each as it comes")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--run", type=int, help=argparse.SUPPRESS)
@@ -212,7 +217,8 @@ def main() -> int:
         print("\n".join(f"{number:3} {layer.name}" for number, layer in enumerate(every)))
         return 0
     if args.run is not None:
-        run_layer(every[args.run], args.folder)
+        with contextlib.nullcontext() if args.as_compiled else compiled_so():
+            run_layer(every[args.run], args.folder)
         return 0
     if shutil.which(args.sanitizer) is None:
         print(

@@ -12,14 +12,14 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "gpu_checks"))
 import _sanitizer_reports
 
 REPORT = """
-========= Error: Potential RAW hazard detected at __shared__ 0xd6d8 in block (1,0,0) :
+========= Error: Potential RAW hazard detected at __shared__ 0xdad8 in block (1,0,0) :
 =========     Write Thread (31,0,0) at stream_kernel+0x50 in stream_kernel.py:325
 =========     Read Thread (128,0,0) at stream_kernel+0x20 in stream_kernel.py:325
 =========     Current Value : 1
 =========
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
-# Warp 4 reads the byte at 0xd6d4 + 4; R0 of the other two writes is not of these bytes.
+# Warp 4 reads the byte at 0xd6d4 + 4, which is 1024 bytes further in what racecheck reports.
 CODE = """
         /*0010*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
         /*0020*/                   LDS.U8 R0, [R0+UR26+0xd6d4] ;
@@ -34,7 +34,7 @@ CODE = """
 def test_a_report_is_read() -> None:
     assert _sanitizer_reports.summary(REPORT) == 1
     assert _sanitizer_reports.hazards(REPORT) == [
-        _sanitizer_reports.Hazard("RAW", 0xD6D8, "stream_kernel", first=0x50, second=0x20)
+        _sanitizer_reports.Hazard("RAW", 0xDAD8, "stream_kernel", first=0x50, second=0x20)
     ]
 
 
@@ -48,7 +48,7 @@ def test_only_the_hand_over_is_explained() -> None:
     hazard = _sanitizer_reports.hazards(REPORT)[0]
     assert handed is not None
     assert handed.explains(hazard)
-    others = ({"address": 0xD480}, {"address": 0xD6DC}, {"first": 0x30}, {"second": 0x70}, {"kind": "WAR"})
+    others = ({"address": 0xD6D8}, {"address": 0xDADC}, {"first": 0x30}, {"second": 0x70}, {"kind": "WAR"})
     assert not any(handed.explains(replace(hazard, **change)) for change in others)
 
 

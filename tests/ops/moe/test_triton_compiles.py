@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "gpu_checks"))
 
+import _every_reader
 import _sanitizer_reports
 import products_in_flight
 import triton
@@ -279,3 +280,20 @@ def test_work_is_handed_to_warps_across_a_barrier_of_all(kind: str, tmp_path: Pa
     assert len(handed.writes) == 2
     assert len(handed.reads) == 1
     assert len(handed.bytes_touched) == 4
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STREAMED if not stream.wide(STREAMED[kind])])
+def test_one_thread_gives_a_stage_back_after_all_have_read_it(kind: str, tmp_path: Path) -> None:
+    """One arrives for all, so the barrier before it must come after every read. Racecheck takes such a stage for one
+    that others may still read; `moe_sanitizer.py` has every thread arrive, which must stay possible."""
+    ptx = compile_streamed(STREAMED[kind], torch.bfloat16).asm["ptx"]
+    arrival = "mbarrier.arrive.shared::cta.b64 _,"
+    before = re.findall(rf"bar\.sync\s+0, \d+;((?:(?!bar\.sync)[\s\S])*?)@%p\d+ {re.escape(arrival)}", ptx)
+    assert len(before) == ptx.count(arrival)
+    assert before
+    assert not any(re.search(r"ld\.shared|ldmatrix|wgmma", text) for text in before)
+    source = tmp_path / "kernel.ptx"
+    source.write_text(_every_reader.every_reader_arrives(ptx), encoding="utf-8")
+    assert f", {32 * STREAMED[kind].num_warps};" in source.read_text(encoding="utf-8")
+    command = [get_ptxas(90).path, "--gpu-name=sm_90a", str(source), "-o", str(tmp_path / "kernel.bin")]
+    subprocess.run(command, check=True)
