@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from moe_samples import make_layer
 from vllm_ext.ops.moe import ExpertsMeta, backend_status, dispatch
 from vllm_ext.ops.moe.dispatch import select_backend
 from vllm_ext.ops.moe.experts import CallOptions
-from vllm_ext.ops.moe.triton import backend, config, launch_sizes, stream
+from vllm_ext.ops.moe.triton import backend, config, launch_sizes, pdl, stream
 from vllm_ext.ops.moe.triton.layout import plane_width, to_kernel_order
 
 META = ExpertsMeta("triton", 128, 2816, 704, 128, 64, True, "float", torch.bfloat16)
@@ -185,6 +186,22 @@ def test_rows_for_group_sizes_go_before_the_shapes(h200: None) -> None:
     assert chosen.down != config.choose(by_128, 256, 8, False, 0).down
     for tokens in (1, 64, 4096):
         assert config.choose(by_64, tokens, 8, False, 0) == config.choose(by_128, tokens, 8, False, 0)
+
+
+def test_small_kernels_ask_once_for_all_memory_as_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GEMMs were placed only when align's and combine's programs had left: 1 to 4 us a layer up to 64 tokens."""
+    asked: list[tuple[int | None, int, int]] = []
+
+    def attribute(function: Any, number: int, value: int) -> int:
+        asked.append((function.value, number, value))
+        return 0
+
+    monkeypatch.setattr(pdl.ctypes, "CDLL", lambda name: SimpleNamespace(cuFuncSetAttribute=attribute))
+    monkeypatch.setattr(pdl, "_carved", set())
+    pdl.carve_shared_memory(None)  # the interpreter's launches return nothing
+    for function in (0x1230, 0x1230, 0x4560):
+        pdl.carve_shared_memory(SimpleNamespace(function=function))
+    assert asked == [(0x1230, 9, 100), (0x4560, 9, 100)]
 
 
 def test_a_shape_without_a_table_takes_the_rule(h200: None) -> None:
