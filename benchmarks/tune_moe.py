@@ -44,32 +44,34 @@ ROUTINGS = 6
 _SAME = 1e-2  # configurations round differently, by some 5e-3
 # For a block of so many tokens, what is worth trying: GemmConfig's fields from block_rows on. Fewer registers mean more
 # programs on a multiprocessor.
-_Tile = tuple[int, int, int, str, "int | None", int, int, int, bool]
+_Tile = tuple[int, int, int, str, "int | None", int, int, int, bool, bool, bool]
 
 
 def _tiles(rows: int, warps: int, stages: int, scaling: str, registers: int | None, unroll: int, tiles: int) -> _Tile:
     """One program a tile."""
-    return (rows, warps, stages, scaling, registers, unroll, tiles, 0, False)
+    return (rows, warps, stages, scaling, registers, unroll, tiles, 0, False, False, False)
 
 
-def streamed(rows: int, warps: int, programs: int, split: bool = False) -> _Tile:
-    """Persistent programs, scales applied to sums."""
-    return (rows, warps, 12, "sum", None, 1, 1, programs, split)
+def streamed(rows: int, warps: int, programs: int, split: bool = False, apart: bool = False) -> _Tile:
+    """Persistent programs, scales applied to sums; a guess is tried with pairs (`choose_pair`)."""
+    return (rows, warps, 12, "sum", None, 1, 1, programs, split, False, apart)
 
 
 def wide(rows: int, warps: int, programs: int) -> _Tile:
     """Persistent programs, scales applied to codes."""
-    return (rows, warps, 24, "operand", None, 1, 1, programs, False)
+    return (rows, warps, 24, "operand", None, 1, 1, programs, False, False, False)
 
 
 _TILES: dict[int, tuple[_Tile, ...]] = {
     8: (
         streamed(64, 4, 4),
         streamed(64, 4, 4, True),
+        streamed(64, 4, 3),
         streamed(128, 4, 3),
         streamed(128, 4, 4),
         streamed(128, 4, 4, True),
         streamed(256, 4, 2),
+        streamed(256, 4, 2, apart=True),
         streamed(256, 8, 2),
         streamed(256, 8, 2, True),
     ),
@@ -81,6 +83,7 @@ _TILES: dict[int, tuple[_Tile, ...]] = {
         streamed(128, 4, 2),
         streamed(128, 4, 3),
         streamed(256, 4, 2),
+        streamed(256, 4, 2, apart=True),
         streamed(256, 8, 2),
     ),
     32: (
