@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -68,20 +69,25 @@ def layers() -> list[Layer]:
     made: dict[tuple[Any, ...], Layer] = {}
     for path in sorted((Path(config.__file__).parent / "configs").glob("*.json")):
         table = json.loads(path.read_text(encoding="utf-8"))["shapes"]
-        for shape in SHAPES.values():
-            for slots, row in table.get(_key(shape), {}).items():
+        for shape, (key, rows) in itertools.product(SHAPES.values(), table.items()):
+            groups = _groups(shape, key)
+            for slots, row in rows.items() if groups else ():
                 launch = LaunchConfig.from_json(row)
-                name = f"{shape.name}, {slots} slots an expert"
-                layer = Layer(name, launch, shape.group_w13, shape.group_w2, shape.activation)
-                made.setdefault((launch, layer.group_w13, layer.group_w2), layer)
+                name = f"{shape.name}, groups of {groups[1]}, {slots} slots an expert"
+                layer = Layer(name, launch, *groups, shape.activation)
+                made.setdefault((launch, *groups), layer)
     for name, launch in STREAMED.items():
         made.setdefault((launch, 128, 64), Layer(name, launch, 128, 64))
         made[launch, "fp16"] = Layer(f"{name}, FP16", launch, dtype=torch.float16)
     return list(made.values())
 
 
-def _key(shape: Shape) -> str:
-    return f"H{shape.hidden}_I{shape.inter}_E{shape.experts}_K{shape.top_k}"
+def _groups(shape: Shape, key: str) -> tuple[int, ...]:
+    """The group sizes of a table's rows, which its key may name; none where they are another shape's."""
+    name, _, groups = key.partition("_G")
+    if name != f"H{shape.hidden}_I{shape.inter}_E{shape.experts}_K{shape.top_k}":
+        return ()
+    return tuple(map(int, groups.split("_"))) if groups else (shape.group_w13, shape.group_w2)
 
 
 def routed(launch: LaunchConfig, device: torch.device) -> torch.Tensor:
