@@ -71,7 +71,9 @@ def layers() -> list[Layer]:
         table = json.loads(path.read_text(encoding="utf-8"))["shapes"]
         for shape, (key, rows) in itertools.product(SHAPES.values(), table.items()):
             groups = _groups(shape, key)
-            for slots, row in rows.items() if groups else ():
+            if groups is None:
+                continue
+            for slots, row in rows.items():
                 launch = LaunchConfig.from_json(row)
                 name = f"{shape.name}, groups of {groups[1]}, {slots} slots an expert"
                 layer = Layer(name, launch, *groups, shape.activation)
@@ -82,12 +84,13 @@ def layers() -> list[Layer]:
     return list(made.values())
 
 
-def _groups(shape: Shape, key: str) -> tuple[int, ...]:
+def _groups(shape: Shape, key: str) -> tuple[int, int] | None:
     """The group sizes of a table's rows, which its key may name; none where they are another shape's."""
     name, _, groups = key.partition("_G")
     if name != f"H{shape.hidden}_I{shape.inter}_E{shape.experts}_K{shape.top_k}":
-        return ()
-    return tuple(map(int, groups.split("_"))) if groups else (shape.group_w13, shape.group_w2)
+        return None
+    w13, w2 = map(int, groups.split("_")) if groups else (shape.group_w13, shape.group_w2)
+    return w13, w2
 
 
 def routed(launch: LaunchConfig, device: torch.device) -> torch.Tensor:
