@@ -23,126 +23,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm_ext.ops.moe.triton.dequant import CENTER, expand, expand_pair, scale_codes, unpack_factors
 from vllm_ext.ops.moe.triton.persistent import (
-    barrier,
-    copy_weights,
-    copy_x,
     down_slots,
     dtype_of,
     load_block,
     load_first_block,
-    places,
     side_by_side,
     store_down,
     store_gate_up,
 )
+from vllm_ext.ops.moe.triton.wide_producer import SUM_CHUNK, produce, split_in_bf16
 
-_SUM_CHUNK = gl.constexpr(16)
 HALF = gl.constexpr(128)
 COLUMNS = gl.constexpr(64)
 FEW = gl.constexpr(16)
-
-
-@gluon.jit
-def _split(value):
-    """An FP32 value as the sum of three BF16 values."""
-    high = value.to(gl.bfloat16)
-    rest = value - high.to(gl.float32)
-    middle = rest.to(gl.bfloat16)
-    return high, middle, (rest - middle.to(gl.float32)).to(gl.bfloat16)
-
-
-@gluon.jit
-def _stage_sums(group_sums, row, token_ok, buffers, CHUNK: gl.constexpr, p: gl.constexpr, layout: gl.constexpr):
-    """Sums of x of a chunk of runs, split into two BF16 parts, to shared memory [part, tokens, runs]."""
-    SUMS: gl.constexpr = p[0] // p[4]
-    place = CHUNK * _SUM_CHUNK + gl.arange(0, _SUM_CHUNK, layout=gl.SliceLayout(0, layout))
-    mask = token_ok[:, None] & (place < SUMS)[None, :]
-    total = gl.load((group_sums + row * p[12])[:, None] + place[None, :], mask=mask, other=0.0)
-    high, middle, _ = _split(total)
-    buffers.index(CHUNK * 2).store(high)
-    buffers.index(CHUNK * 2 + 1).store(middle)
-
-
-@gluon.jit
-def _produce(
-    words,
-    factors,
-    x,
-    x_stride,
-    group_sums,
-    sorted_slots,
-    blocks,
-    words_ring,
-    factors_ring,
-    x_ring,
-    sums_buffers,
-    full,
-    empty,
-    sums_full,
-    sums_empty,
-    GATHER: gl.constexpr,
-    TOP_K: gl.constexpr,
-    p: gl.constexpr,
-):
-    """Fill the ring, tile after tile of one piece of work after another; then lay out the piece's sums."""
-    K: gl.constexpr = p[0]
-    ROWS: gl.constexpr = p[1]
-    PLANE: gl.constexpr = p[3]
-    BLOCK_ROWS: gl.constexpr = p[5]
-    TOKENS: gl.constexpr = p[6]
-    STAGES: gl.constexpr = p[7]
-    TILE: gl.constexpr = 4 * PLANE
-    TILES: gl.constexpr = K // TILE
-    ROW_TILES: gl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
-    CHUNKS: gl.constexpr = (K // p[4] + _SUM_CHUNK - 1) // _SUM_CHUNK
-    sums_layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
-    unit = gl.program_id(0)
-    if GATHER:
-        gdc_wait()
-        gdc_launch_dependents()
-    limit = gl.load(blocks + 3, cache_modifier=".cg")
-    expert, first, count = load_first_block(blocks, unit // ROW_TILES, limit, False)
-    early = 0
-    if not GATHER:
-        # The block table was complete before the first GEMM began: weights need not wait for it, activations do.
-        early = gl.where(unit < limit * ROW_TILES, gl.minimum(TILES, STAGES), 0)
-        row = unit % ROW_TILES * BLOCK_ROWS
-        for i in range(early):
-            copy_weights(words, factors, full.index(i), words_ring.index(i), factors_ring.index(i), expert, row, i, p)
-        gdc_wait()
-        gdc_launch_dependents()
-    stage = 0
-    phase = 1
-    sums_phase = 1
-    began = 0
-    while unit < limit * ROW_TILES:
-        place = places(sorted_slots, first, count, x_stride, GATHER, TOP_K, p)
-        row = unit % ROW_TILES * BLOCK_ROWS
-        unit += gl.num_programs(0)
-        next_expert, next_first, next_count = load_block(blocks, unit // ROW_TILES, limit)
-        for i in range(TILES):
-            bar = full.index(stage)
-            if began >= early:
-                mbarrier.wait(empty.index(stage), phase)
-                copy_weights(words, factors, bar, words_ring.index(stage), factors_ring.index(stage), expert, row, i, p)
-            copy_x(x_ring.index(stage), bar, x, place, count, i, TOKENS, TILE)
-            began += 1
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
-        t = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, sums_layout))
-        source = first + t
-        if GATHER:
-            source = gl.load(sorted_slots + source, mask=t < count, other=0) // TOP_K
-        mbarrier.wait(sums_empty, sums_phase)
-        for c in gl.static_range(CHUNKS):
-            _stage_sums(group_sums, source.to(gl.int64), t < count, sums_buffers, c, p, sums_layout)
-        fence_async_shared()
-        barrier()
-        mbarrier.arrive(sums_full, count=1)
-        sums_phase ^= 1
-        expert, first, count = next_expert, next_first, next_count
 
 
 @gluon.jit
@@ -168,15 +61,15 @@ def _operand(word, scale, STEP: gl.constexpr, operand: gl.constexpr, p: gl.const
 def _subtract_zero_term(acc, factors, row, sums_buffers, N: gl.constexpr, operand: gl.constexpr, p: gl.constexpr):
     """acc less the sum over groups of s (z - 8) (sum of x)."""
     SUMS: gl.constexpr = p[0] // p[4]
-    CHUNKS: gl.constexpr = (SUMS + _SUM_CHUNK - 1) // _SUM_CHUNK
+    CHUNKS: gl.constexpr = (SUMS + SUM_CHUNK - 1) // SUM_CHUNK
     for c in gl.static_range(CHUNKS):
-        at = c * _SUM_CHUNK + gl.arange(0, _SUM_CHUNK, layout=gl.SliceLayout(0, operand))
+        at = c * SUM_CHUNK + gl.arange(0, SUM_CHUNK, layout=gl.SliceLayout(0, operand))
         # Past the last sum the sums are zero, so any factors will do there; a mask would make registers of the left
         # operand constant, and Triton 3.6's ptxas sets such registers after the product that reads them.
         group = gl.minimum(at, SUMS - 1) * p[4] // p[2]
         word = gl.load(factors + (group * p[1])[None, :] + row[:, None])
         s, z = unpack_factors(word, dtype_of(p[9]))
-        left_high, left_middle, _ = _split(-s * (z - CENTER))
+        left_high, left_middle, _ = split_in_bf16(-s * (z - CENTER))
         high = sums_buffers.index(c * 2).slice(0, N).permute((1, 0))
         middle = sums_buffers.index(c * 2 + 1).slice(0, N).permute((1, 0))
         acc = warpgroup_mma(left_high, high, acc)
@@ -382,14 +275,14 @@ def wide_kernel(
     TOKENS: gl.constexpr = SHAPE[6]
     STAGES: gl.constexpr = SHAPE[7]
     LINE: gl.constexpr = SHAPE[17]
-    CHUNKS: gl.constexpr = (SHAPE[0] // SHAPE[4] + _SUM_CHUNK - 1) // _SUM_CHUNK
+    CHUNKS: gl.constexpr = (SHAPE[0] // SHAPE[4] + SUM_CHUNK - 1) // SUM_CHUNK
     words_ring = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_ROWS * PLANE // LINE, LINE], words.layout)
     factors_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_ROWS], factors_tiles.layout)
     x_ring = gl.allocate_shared_memory(
         dtype_of(SHAPE[8]), [STAGES, TOKENS, 4 * PLANE], gl.NVMMASharedLayout(128, 16, 2)
     )
     sums_buffers = gl.allocate_shared_memory(
-        gl.bfloat16, [CHUNKS * 2, TOKENS, _SUM_CHUNK], gl.NVMMASharedLayout(32, 16, 2)
+        gl.bfloat16, [CHUNKS * 2, TOKENS, SUM_CHUNK], gl.NVMMASharedLayout(32, 16, 2)
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -411,7 +304,7 @@ def wide_kernel(
                 ),
             ),
             (
-                _produce,
+                produce,
                 (
                     words, factors_tiles, x, x_stride, group_sums, sorted_slots, blocks, words_ring, factors_ring,
                     x_ring, sums_buffers, full, empty, sums_full, sums_empty, GATE_UP, TOP_K, SHAPE,
