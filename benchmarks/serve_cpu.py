@@ -12,13 +12,16 @@ fixed text stray from BF16's is refused: a fast wrong kernel has no speed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,8 @@ CHECKED_TEXT = (
     "and the sun lifts it into the clouds again. Fishermen know the tides, farmers know the seasons, and both "
     "look at the sky in the morning before they decide what to do with the day."
 )
+# Seconds for an engine to load and be checked, or to answer; a demo's model takes 20, and 8 streams a few.
+LOADING, ANSWER = 600.0, 300.0
 PROMPT = "Tell me what you know about the number {}."
 ARMS: dict[str, dict[str, Any]] = {
     "BF16": {},
@@ -82,34 +87,46 @@ class Worker:
             start_new_session=True,
         )
         try:
-            self.logprob = float(self._answer()["logprob"])
+            self.logprob = float(self._answer(LOADING)["logprob"])
         except BaseException:
             self.close()
             raise
 
-    def _answer(self) -> dict[str, Any]:
+    def _answer(self, timeout: float) -> dict[str, Any]:
         assert self._process.stdout is not None
         errors: list[str] = []
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                return json.loads(line.removeprefix(MARK))
-            if "Error" in line:
-                errors = [*errors[-9:], line.rstrip()]
-        raise RuntimeError(f"serve-cpu: the arm {self.arm!r} ended:\n" + "\n".join(errors))
+        late = threading.Timer(timeout, self._kill)
+        late.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith(MARK):
+                    return json.loads(line.removeprefix(MARK))
+                if "Error" in line:
+                    errors = [*errors[-9:], line.rstrip()]
+        finally:
+            in_time = not late.finished.is_set()
+            late.cancel()
+        how = "ended" if in_time else f"gave no answer in {timeout:.0f} s"
+        raise RuntimeError(f"serve-cpu: the arm {self.arm!r} {how}:\n" + "\n".join(errors))
 
     def rate(self, streams: int, new_tokens: int) -> float:
-        """Tokens per second over `streams` sequences of `new_tokens` each. RuntimeError when the engine dies."""
+        """Tokens per second over `streams` sequences of `new_tokens`. RuntimeError when the engine dies or hangs."""
         assert self._process.stdin is not None
-        print(json.dumps({"streams": streams, "new_tokens": new_tokens}), file=self._process.stdin, flush=True)
-        return float(self._answer()["tokens_per_second"])
+        with contextlib.suppress(BrokenPipeError):  # an engine that has ended says why in what it printed
+            print(json.dumps({"streams": streams, "new_tokens": new_tokens}), file=self._process.stdin, flush=True)
+        return float(self._answer(ANSWER)["tokens_per_second"])
 
     def close(self) -> None:
         """End the engine: it stops when its requests end, and is killed with its own processes when it does not."""
         try:
             self._process.communicate(timeout=30)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self._kill()
             self._process.wait()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def check(logprobs: dict[str, float]) -> None:
@@ -123,9 +140,12 @@ def check(logprobs: dict[str, float]) -> None:
             )
 
 
-def take_turns(workers: list[Worker], rounds: int, new_tokens: int) -> dict[str, dict[int, list[float]]]:
-    """Tokens per second by arm and number of streams, one value a round."""
-    samples: dict[str, dict[int, list[float]]] = {worker.arm: {s: [] for s in STREAMS} for worker in workers}
+Samples = dict[str, dict[int, list[float]]]
+
+
+def take_turns(workers: list[Worker], rounds: int, new_tokens: int) -> Iterator[Samples]:
+    """Tokens per second by arm and number of streams, one value a round: what is known after each round."""
+    samples: Samples = {worker.arm: {s: [] for s in STREAMS} for worker in workers}
     for worker in workers:
         for streams in STREAMS:
             worker.rate(streams, 4)  # the first call of a shape pays for allocations
@@ -134,11 +154,12 @@ def take_turns(workers: list[Worker], rounds: int, new_tokens: int) -> dict[str,
         for streams in STREAMS:
             for worker in workers if number % 2 == 0 else reversed(workers):
                 samples[worker.arm][streams].append(worker.rate(streams, new_tokens))
-    return samples
+        yield samples
 
 
-def measure(model: Path, rounds: int, new_tokens: int) -> dict[str, Any]:
-    """Load every arm, check it, time it, and return medians, ratios to BF16 and the machine."""
+def measure(model: Path, rounds: int, new_tokens: int) -> Iterator[dict[str, Any]]:
+    """Load every arm, check it and time it; after each round medians, ratios to BF16 and the machine."""
+    machine = describe_run()
     workers: list[Worker] = []
     try:
         for number, arm in enumerate(ARMS, 1):
@@ -146,10 +167,15 @@ def measure(model: Path, rounds: int, new_tokens: int) -> dict[str, Any]:
             workers.append(Worker(model, arm))
         logprobs = {worker.arm: worker.logprob for worker in workers}
         check(logprobs)
-        samples = take_turns(workers, rounds, new_tokens)
+        for samples in take_turns(workers, rounds, new_tokens):
+            yield summarise(samples, logprobs, new_tokens, machine)
     finally:
         for worker in workers:
             worker.close()
+
+
+def summarise(samples: Samples, logprobs: dict[str, float], new_tokens: int, machine: dict[str, Any]) -> dict[str, Any]:
+    """The rounds so far as a document."""
     rows = [
         {
             "arm": arm,
@@ -165,9 +191,9 @@ def measure(model: Path, rounds: int, new_tokens: int) -> dict[str, Any]:
         "model": "SmolLM2-135M-Instruct as 8 experts of 192",
         "mode": "eager",
         "new_tokens": new_tokens,
-        "rounds": rounds,
+        "rounds": len(samples["BF16"][STREAMS[0]]),
         "rows": rows,
-        "machine": describe_run(),
+        "machine": machine,
     }
 
 
@@ -206,12 +232,19 @@ def main(argv: list[str] | None = None) -> int:
     if args.worker:
         run_worker(args.model, args.worker)
         return 0
+    if args.rounds < 1:
+        parser.error("--rounds is at least 1")
+    results: dict[str, Any] = {}
+    # A run that is cut short keeps its rounds, and not in the place of a whole run's results.
+    partial = args.output.with_name(f"{args.output.stem}_partial.json")
     try:
-        results = measure(args.model, args.rounds, args.new_tokens)
+        for results in measure(args.model, args.rounds, args.new_tokens):
+            write_json(partial, results)
     except RuntimeError as error:
-        print(f"\nerror: {error}", file=sys.stderr)
+        kept = f"; {results['rounds']} of {args.rounds} rounds are kept in {partial}" if results else ""
+        print(f"\nerror: {error}{kept}", file=sys.stderr)
         return 1
-    write_json(args.output, results)
+    os.replace(partial, args.output)
     print(markdown(results))
     print(f"Wrote {args.output}")
     return 0
