@@ -149,6 +149,7 @@ class Machine:
     def __init__(self, warps: int = 4) -> None:
         self.warps, self.program = warps, 0
         self.memory: list[torch.Tensor] = []
+        self.shared_bytes = 0  # of the last program
         self.changed = threading.Condition()
         self.barriers: dict[int, SimpleNamespace] = {}
 
@@ -159,11 +160,12 @@ class Machine:
         return Pointer(torch.tensor((len(self.memory) - 1) << _SPACE), tensor.dtype)
 
     def run(self, kernel: Callable[..., None], programs: int, *operands: Any, **constants: Any) -> None:
-        """The kernel's programs, tensors as pointers."""
+        """The kernel's programs, tensors as pointers; the last one first, for none may count on those before it."""
         self.memory.clear()
         given = [self.pointer(x) if isinstance(x, torch.Tensor) else x for x in operands]
-        for self.program in range(programs):
+        for self.program in reversed(range(programs)):
             self.barriers.clear()
+            self.shared_bytes = 0
             kernel(*given, **constants)
 
     def _access(self, pointer: Pointer, mask: Any, value: torch.Tensor | None, found: torch.Tensor) -> None:
@@ -190,6 +192,7 @@ class Machine:
         self._access(Pointer(at, pointer.element), mask, data, data)
 
     def allocate(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
+        self.shared_bytes += math.prod(shape) * dtype.itemsize
         return Shared(torch.full(list(shape), float("nan") if dtype.is_floating_point else 0, dtype=dtype))
 
     def init(self, barrier: Shared, count: int) -> None:

@@ -102,6 +102,7 @@ def recur(
     segment_chunks: int | None,
     part: range | None = None,
     results: tuple[torch.Tensor, torch.Tensor] | None = None,
+    stages: int = 2,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, dim, count = x["q"].shape[1], x["q"].shape[-1], bounds.numel() - 1
     columns = x["v"].shape[-1]
@@ -122,7 +123,7 @@ def recur(
             tiles(w["factors"], 1, w["factors"].shape[-1]), tiles(o), state, carries, final, o, bounds, count, tokens,
             VALUE_HEADS, VALUE_HEADS // HEADS, length, part.start if part else 0, part.stop if part else 0,
             K=dim, V=columns, GROUPS=groups, KDA=op == "kda", TRANSITION=transition, V_FIRST=True, PACKED=True,
-            STAGES=2, PART=part is not None,
+            STAGES=stages, PART=part is not None,
         )  # fmt: skip
 
     if carries is not None:
@@ -143,6 +144,8 @@ def recur(
         ((70, 0, 1, 64), (128, 64), True, True, 1, None),
         ((5, 130), (64, 128), False, False, 2, None),
         ((200, 1, 150), (64, 64), True, True, 1, 2),
+        ((250, 0, 70), (64, 64), True, True, 1, 1),
+        ((250,), (128, 128), False, True, 2, 1),
     ],
 )
 def test_equals_the_recurrence(
@@ -152,6 +155,8 @@ def test_equals_the_recurrence(
     call has written may be read: all memory starts as NaN.
     """
     x = sample_operands(op, 1, sum(lengths), HEADS, VALUE_HEADS, *dims, normalised=not normalise)
+    if segment_chunks:
+        x["g"] *= 0.02  # states must still matter a segment later
     state = sample_state(len(lengths), VALUE_HEADS, *dims).transpose(-1, -2).contiguous() if with_state else None
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     w = prepare(kernels, op, x, bounds, normalise)
@@ -206,3 +211,103 @@ def test_parts_of_a_call_carry_the_states_on(error: Any, kernels: Any, op: str, 
     )  # fmt: skip
     assert error(results[0].view(x["v"].shape), expected) < TOLERANCE
     assert error(results[1], expected_state) < TOLERANCE
+
+
+@pytest.mark.parametrize("op", list(FUNCTIONS))
+def test_nan_in_one_sequence_stays_there(kernels: Any, op: str) -> None:
+    """Tiles are copied whole: the rows behind a sequence's end are the next one's, and 0 times their NaN is NaN."""
+    x = sample_operands(op, 1, 83, HEADS, VALUE_HEADS, 64, 64, normalised=False)
+    for value in x.values():
+        value[:, 13:] = float("nan")
+    bounds = torch.tensor([0, 13, 83], dtype=torch.int32)
+    o, final = recur(kernels, op, x, bounds, prepare(kernels, op, x, bounds, True), None, 1, None)
+    assert bool(torch.isfinite(o[:13]).all())
+    assert bool(torch.isfinite(final[0]).all())
+    assert bool(final[1].isnan().any())
+
+
+@pytest.mark.parametrize("op", list(FUNCTIONS))
+@pytest.mark.parametrize("decay", [-316.0, -1e30])
+def test_extreme_decays_stay_finite_and_right(error: Any, kernels: Any, op: str, decay: float) -> None:
+    """Cumulated as they come, such decays would leave nothing of the small ones behind them, or be infinite."""
+    x = sample_operands(op, 1, 70, HEADS, VALUE_HEADS, 64, 64)
+    x["g"][:, :40] = decay
+    x["g"][:, 40:] = -1e-3
+    bounds = torch.tensor([0, 70], dtype=torch.int32)
+    o, final = recur(kernels, op, x, bounds, prepare(kernels, op, x, bounds, False), None, 1, None)
+    expected, expected_state = FUNCTIONS[op](
+        **{name: value.double() for name, value in x.items()}, output_final_state=True, state_v_first=True,
+        backend="cpu",
+    )  # fmt: skip
+    assert error(o.view(x["v"].shape), expected) < TOLERANCE
+    assert error(final, expected_state) < TOLERANCE
+
+
+@pytest.mark.parametrize("one_trip", [False, True])
+@pytest.mark.parametrize("unit", [64, 192])
+def test_every_unit_of_tokens_finds_its_sequence(kernels: Any, unit: int, one_trip: bool) -> None:
+    """More sequences than are searched at once, most of them short or empty; and equal ones, which have no offsets."""
+    find = kernels.hopper.sequence_of_slot
+    lengths = [0] * 100 + [1, 0, 200, 64] + [0] * 60 + [3] * 40 + [400]
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    for n, length in enumerate(lengths):
+        begin = int(bounds[n])
+        for place in range(max(1, -(-length // unit))):
+            slot = gluon_on_torch.Value(begin // unit + n + place)
+            kernels.machine.memory.clear()
+            found = find(
+                kernels.machine.pointer(bounds), slot, len(lengths), int(bounds[-1]), unit, True, ONE_TRIP=one_trip
+            )
+            assert [int(x) for x in found] == [n, begin, length, place, begin // 64 + n]
+    for slot in range(6):
+        found = find(None, gluon_on_torch.Value(slot), 2, 3 * unit - 5, unit, False, ONE_TRIP=one_trip)
+        chunks = -(-(3 * unit - 5) // 64)
+        n = slot // 3
+        assert [int(x) for x in found] == [n, n * (3 * unit - 5), 3 * unit - 5, slot % 3, n * chunks]
+
+
+@pytest.mark.parametrize("op", list(FUNCTIONS))
+@pytest.mark.parametrize(("dim", "groups"), [(64, 1), (64, 2), (128, 1), (128, 2)])
+def test_as_many_chunks_are_in_flight_as_shared_memory_holds(kernels: Any, op: str, dim: int, groups: int) -> None:
+    """227 KiB are a program's at most; three chunks hide the copies, two take an eighth longer."""
+    launch = importlib.import_module(f"{PACKAGE}.launch_hopper")
+    x = sample_operands(op, 1, 5, HEADS, VALUE_HEADS, dim, 128)
+    bounds = torch.tensor([0, 5], dtype=torch.int32)
+    w = prepare(kernels, op, x, bounds, True)
+    used = []
+    for count in (1, 2):
+        recur(kernels, op, x, bounds, w, None, groups, None, stages=count)
+        used.append(kernels.machine.shared_bytes)
+    stage, chosen = used[1] - used[0], launch.stages(dim, groups, op == "kda")
+    assert used[0] + (chosen - 1) * stage <= 227 * 1024
+    assert chosen == 3 or used[0] + chosen * stage > 227 * 1024
+
+
+def test_two_heads_are_prepared_together_where_there_are_two() -> None:
+    """Of three value heads of a key head the third would be prepared with another key head's first."""
+    launch = importlib.import_module(f"{PACKAGE}.launch_hopper")
+    assert [launch._together(heads, 10**6) for heads in (1, 2, 3, 4, 15)] == [1, 2, 1, 2, 1]
+    assert launch._together(4, 64) == 1
+
+
+@pytest.mark.parametrize("kind", ["steps of 520 bytes", "columns apart", "from 2 bytes on", "one row for all"])
+def test_the_copy_engine_is_given_rows_that_it_takes(kind: str) -> None:
+    """A contiguous view that begins between two 16-byte steps once met a bare assertion of Triton's."""
+    descriptor = importlib.import_module(f"{PACKAGE}.hopper").descriptor
+    x = torch.arange(64 * 260.0).bfloat16()
+    views = {
+        "steps of 520 bytes": x.view(64, 260)[:, 8:136],
+        "columns apart": x[: 64 * 256].view(64, 256)[:, ::2],
+        "from 2 bytes on": x[1:8193].view(64, 128),
+        "one row for all": x[:128].expand(64, 128),
+    }
+    made = descriptor(views[kind], [64, 128])
+    assert torch.equal(made.base, views[kind])
+    assert made.strides == [128, 1]
+    assert made.base.data_ptr() % 16 == 0
+
+
+def test_the_copy_engine_reads_what_it_can_in_place() -> None:
+    descriptor = importlib.import_module(f"{PACKAGE}.hopper").descriptor
+    view = torch.zeros(64, 256, dtype=torch.bfloat16)[:, 8:136]
+    assert descriptor(view, [64, 128]).base.data_ptr() == view.data_ptr()

@@ -128,6 +128,54 @@ def test_segments_change_nothing(error: Any, op: str, backend: ModuleType, with_
         assert error(final, expected_state) < TOLERANCE
 
 
+def test_segments_of_a_batch_that_only_just_need_composing(error: Any, op: str, backend: ModuleType):
+    """Three segments are the fewest that have a state to compose; sequences of equal length have no offsets."""
+    plan = importlib.import_module(f"{PACKAGE}.plan")
+    x = sample_operands(op, 2, 150, 1, 2, 16, 16, dtype=torch.float16)
+    x["g"] *= 0.02
+    state = sample_state(2, 2, 16, 16)
+    expected, expected_state = reference(op, x, initial_state=state)
+    call = Call(*x.values(), 0.25, state, True, None, False, False)
+    o, final = backend.run(call, op, plan.Mapping(plan.SEGMENTS, 16, 1))
+    assert error(o, expected) < TOLERANCE
+    assert error(final, expected_state) < TOLERANCE
+
+
+def test_more_sequences_than_are_searched_at_once(error: Any, op: str):
+    """A program finds its sequence among 128 offsets at a time; most here are empty. Offsets may be strided."""
+    lengths = [0] * 130 + [3, 0, 66] + [0] * 3
+    operands = sample_operands(op, 1, sum(lengths), 1, 1, 16, 16, dtype=torch.float16)
+    bounds = offsets(lengths).repeat_interleave(2)[::2]
+    assert not bounds.is_contiguous()
+    check(error, op, operands, initial_state=sample_state(len(lengths), 1, 16, 16), cu_seqlens=bounds)
+
+
+@pytest.mark.parametrize("state_size", [0.0, 5e4])
+def test_what_is_past_the_range_of_half_precision_stays_finite(op: str, function: Any, state_size: float):
+    """The inverse, and what it is multiplied by, are in FP16: infinities would become NaN in all that follows.
+
+    Keys of length 300 give an inverse with an entry of -9e4; keys of 0.25 everywhere read 2e5 from states of 5e4.
+    """
+    operands = sample_operands(op, 1, 2, 1, 1, 16, 16, dtype=torch.float16)
+    operands["k"][:] = 0.25 if state_size else 75.0
+    operands["beta"][:] = 1
+    operands["q"] *= 1e-2
+    operands["v"] *= 1e-3
+    operands["g"][:] = 0
+    initial = torch.full((1, 1, 16, 16), state_size)
+    o, state = function(**operands, initial_state=initial, output_final_state=True, backend="triton")
+    assert bool(torch.isfinite(o).all())
+    assert bool(torch.isfinite(state).all())
+
+
+def test_keys_and_queries_of_zeros_stay_zeros_when_normalised(error: Any, op: str):
+    """Padding: 1 / sqrt(0) times 0 would be NaN."""
+    operands = sample_operands(op, 1, 70, 1, 2, 16, 16, dtype=torch.float16, normalised=False)
+    operands["k"][:, 5:20] = 0
+    operands["q"][:, 15:40] = 0
+    check(error, op, operands, use_qk_l2norm_in_kernel=True)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 31, 63])
 def test_prompt_shorter_than_a_chunk(error: Any, op: str, num_tokens: int):
     check(error, op, sample_operands(op, 2, num_tokens, 1, 1, 16, 16, dtype=torch.float16))
@@ -210,6 +258,9 @@ def test_what_the_kernels_do_not_take_is_named(op: str, function: Any):
     wide = sample_operands(op, 1, 20, 1, 1, 16, 16, dtype=torch.float32)
     with pytest.raises(RuntimeError, match=r"triton: .*torch\.float32"):
         function(**wide, backend="triton")
+    brain = sample_operands(op, 1, 20, 1, 1, 16, 16, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"interpreter .*bfloat16.*float16"):
+        function(**brain, backend="triton")
     odd = sample_operands(op, 1, 20, 1, 1, 24, 16, dtype=torch.float16)
     with pytest.raises(RuntimeError, match="K=24"):
         function(**odd, backend="triton")

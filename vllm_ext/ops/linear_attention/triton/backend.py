@@ -35,6 +35,7 @@ _COMPOSE_COLUMNS = 16
 # Of a thread, without and with L2 norms: four or three programs on a multiprocessor.
 _PREPARE_REGISTERS = {False: 128, True: 168}
 _INTERPRETED_MULTIPROCESSORS = 4
+_FARTHEST_HEAD = 2**31 - 1
 # What is kept of the chunks between the launches takes no more than about so many bytes: longer calls are carried
 # through part after part.
 _MOST_BYTES = 768 * 2**20
@@ -44,6 +45,8 @@ def supports(problem: Problem) -> tuple[bool, str]:
     """16-bit operands and head sizes that fill tensor-core tiles."""
     if problem.dtype not in DTYPES:
         return False, f"q, k, v are {problem.dtype}; the Triton kernels take bfloat16 and float16"
+    if problem.dtype == torch.bfloat16 and interpreting():
+        return False, "Triton's interpreter multiplies the bits of torch.bfloat16 as integers; pass float16 to it"
     for what, size in (("K", problem.key_dim), ("V", problem.value_dim)):
         if size not in HEAD_SIZES:
             return False, f"{what}={size} is not one of the head sizes {', '.join(map(str, HEAD_SIZES))}"
@@ -123,9 +126,12 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _tokens(x: torch.Tensor) -> torch.Tensor:
-    """[B, T, heads, ..] as [B T, heads, ..] with contiguous rows; a view where it can be one."""
+    """[B, T, heads, ..] as [B T, heads, ..] with contiguous rows; a view where it can be one, and the kernels, which
+    multiply heads in 32 bits, can reach the last head of it.
+    """
     flat = x.flatten(0, 1)
-    return flat if flat.dim() == 2 or flat.stride(-1) == 1 else flat.contiguous()
+    near = flat.stride(1) * flat.shape[1] <= _FARTHEST_HEAD
+    return flat if near and (flat.dim() == 2 or flat.stride(-1) == 1) else flat.contiguous()
 
 
 def prepare(call: Call, op: str, sizes: Sizes, cu_seqlens: torch.Tensor | None, part: range | None = None) -> Chunks:

@@ -93,9 +93,12 @@ def zero_past(tile, count, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 def descriptor(x: torch.Tensor, block: list[int], swizzle: bool = True) -> TensorDescriptor:
-    """Of a matrix [rows, columns] for the copy engine, which wants 16-byte steps: a copy is made of one without."""
+    """Of a matrix [rows, columns] for the copy engine, which wants rows of adjacent numbers that do not overlap, at
+    multiples of 16 bytes: a copy is made of what is otherwise, though torch may call it contiguous.
+    """
     dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[x.dtype]
     layout = gl.NVMMASharedLayout.get_default_for(block, dtype) if swizzle else gl.NVMMASharedLayout(0, 32, 2)
-    if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
-        x = x.contiguous()
+    apart = x.stride(1) == 1 and x.stride(0) >= x.shape[1]
+    if not apart or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
