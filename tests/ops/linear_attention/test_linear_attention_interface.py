@@ -51,6 +51,23 @@ def test_contradicting_values_are_refused_by_name(function, operands, change, me
     assert function.__name__ in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": None}, "q must be a tensor, got NoneType"),
+        ({"beta": [0.5]}, "beta must be a tensor, got list"),
+        ({"cu_seqlens": [0, 20]}, "cu_seqlens must be a tensor, got list; pass torch.as_tensor"),
+        ({"initial_state": 0.0}, "initial_state must be a tensor, got float"),
+        ({"scale": "K**-0.5"}, "scale must be a number, got str"),
+    ],
+)
+def test_what_is_no_tensor_is_refused_by_name(function, operands, change, message):
+    """Offsets in a list ended in an AttributeError that named neither the call nor the argument."""
+    with pytest.raises(TypeError, match=message.replace("*", r"\*")) as refusal:
+        function(**{**operands, **change})
+    assert function.__name__ in str(refusal.value)
+
+
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_decays_in_place_of_their_logarithms_are_refused(function, operands, backend):
     """The commonest mistake: states would grow by e to the power of 1 a token, and overflow much later."""

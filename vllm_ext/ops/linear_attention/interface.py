@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from vllm_ext.ops.linear_attention.dispatch import select_backend
-from vllm_ext.ops.linear_attention.problem import Call, check_call
+from vllm_ext.ops.linear_attention.problem import Call, check_call, check_kinds
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -41,6 +41,8 @@ def chunk_gated_delta_rule(
         initial_state: [N, HV, K, V], or [N, HV, V, K] when state_v_first; zeros when None. Never written.
         output_final_state: also return the state after each sequence's last token.
         cu_seqlens: int32 or int64 [N + 1], token offsets of N packed sequences; then B must be 1. N is B without it.
+            Offsets on a CPU are looked at; on another device, as g, they are not, and ones that fall or pass T read and
+            write memory that is not the call's.
         use_qk_l2norm_in_kernel: divide q and k by sqrt(sum of squares + 1e-6) first.
         backend: "auto", "reference", "cpu", "triton", "ascend-sim" or "npu".
 
@@ -49,9 +51,11 @@ def chunk_gated_delta_rule(
         order, or None.
 
     Raises:
+        TypeError: what is no tensor where one is asked for, or an unknown keyword.
         ValueError: contradicting shapes, dtypes or offsets, or a backend name that does not exist.
         RuntimeError: the backend cannot be used here, with the reason.
     """
+    check_kinds("chunk_gated_delta_rule", scale, initial_state, cu_seqlens, q=q, k=k, v=v, g=g, beta=beta)
     call = Call(
         q, k, v, g, beta, _scale(scale, q), initial_state, output_final_state, cu_seqlens,
         use_qk_l2norm_in_kernel, state_v_first,
@@ -87,8 +91,9 @@ def chunk_kda(
         g: [B, T, HV, K], natural-log decay of each key channel, at most 0 (above: as there).
 
     Raises:
-        ValueError, RuntimeError: as `chunk_gated_delta_rule`.
+        TypeError, ValueError, RuntimeError: as `chunk_gated_delta_rule`.
     """
+    check_kinds("chunk_kda", scale, initial_state, cu_seqlens, q=q, k=k, v=v, g=g, beta=beta)
     call = Call(
         q, k, v, g, beta, _scale(scale, q), initial_state, output_final_state, cu_seqlens,
         use_qk_l2norm_in_kernel, state_v_first,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import SupportsFloat
 
 import torch
 
@@ -55,6 +56,20 @@ class Call:
             return [int(offset) for offset in self.cu_seqlens.tolist()]
         batch, num_tokens = self.q.shape[:2]
         return [num_tokens * index for index in range(batch + 1)]
+
+
+def check_kinds(name: str, scale: object, initial_state: object, cu_seqlens: object, **operands: object) -> None:
+    """Refuse what is no tensor, before anything is asked of it.
+
+    Raises:
+        TypeError: an operand that is no tensor, or a scale that is no number.
+    """
+    optional = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    for what, value in {**operands, **{key: each for key, each in optional.items() if each is not None}}.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name}: {what} must be a tensor, got {type(value).__name__}; pass torch.as_tensor of it")
+    if scale is not None and not isinstance(scale, SupportsFloat):
+        raise TypeError(f"{name}: scale must be a number, got {type(scale).__name__}; leave it out for K**-0.5")
 
 
 def check_call(name: str, op: str, call: Call) -> Problem:
