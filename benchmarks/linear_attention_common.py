@@ -14,8 +14,10 @@ from vllm_ext.ops.linear_attention.sample import sample_operands, sample_state
 FUNCTIONS = {"gdn": chunk_gated_delta_rule, "kda": chunk_kda}
 HEAD_DIM = 128
 CHUNK = 64
-# Tokens drawn; longer prompts repeat them, so that drawing 32768 tokens of 64 heads does not take minutes.
+# Tokens drawn; longer prompts repeat them, so that drawing 32768 tokens of 64 heads does not take minutes. Every turn
+# begins at another one: were they the same, a kernel that took one sequence's chunks for another's would be right.
 _DRAWN = 2048
+_ROLLED = 137
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def make_call(row: Row, device: torch.device | str = "cuda") -> dict[str, Any]:
     x = _drawn(row.op, row.heads, row.value_heads, str(device))
     repeats = -(-row.tokens // _DRAWN)
     operands = {
-        name: value.repeat(1, repeats, *[1] * (value.dim() - 2))[:, : row.tokens].contiguous()
+        name: torch.cat([value.roll(_ROLLED * turn, 1) for turn in range(repeats)], 1)[:, : row.tokens].contiguous()
         for name, value in x.items()
     }
     bounds = torch.tensor([0, *torch.tensor(row.lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
@@ -92,22 +94,26 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return ((got.double() - wide).norm() / wide.norm()).item()
 
 
-def first_heads(row: Row, call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """The FP64 outputs and final states of the first key head's value heads, and how many these are."""
+Expected = tuple[torch.Tensor, torch.Tensor, list[int]]
+
+
+def end_heads(row: Row, call: dict[str, Any]) -> Expected:
+    """The FP64 outputs and final states of the first and of the last key head's value heads, and which these are."""
     group = row.value_heads // row.heads
+    key_heads = sorted({0, row.heads - 1})
+    heads = [key_head * group + place for key_head in key_heads for place in range(group)]
     cut = {
-        "q": call["q"][:, :, :1],
-        "k": call["k"][:, :, :1],
-        **{name: call[name][:, :, :group] for name in ("v", "g", "beta")},
-        "initial_state": call["initial_state"][:, :group],
+        **{name: call[name][:, :, key_heads] for name in ("q", "k")},
+        **{name: call[name][:, :, heads] for name in ("v", "g", "beta")},
+        "initial_state": call["initial_state"][:, heads],
     }
     wide = {name: value.double() for name, value in cut.items()}
     o, state = FUNCTIONS[row.op](**{**call, **wide}, backend="cpu")
     assert state is not None
-    return o, state, group
+    return o, state, heads
 
 
-def errors(result: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor, int]) -> list[float]:
+def errors(result: tuple[torch.Tensor, torch.Tensor], expected: Expected) -> list[float]:
     """Relative errors of the outputs and of the final states, on the heads that were computed in FP64."""
-    o, state, group = expected
-    return [relative_error(result[0][:, :, :group], o), relative_error(result[1][:, :group], state)]
+    o, state, heads = expected
+    return [relative_error(result[0][:, :, heads], o), relative_error(result[1][:, heads], state)]
