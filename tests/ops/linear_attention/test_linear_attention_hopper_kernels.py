@@ -191,8 +191,8 @@ def test_states_of_repeating_prompts_are_as_good(error: Any, kernels: Any, op: s
 
 
 @pytest.mark.parametrize("op", list(FUNCTIONS))
-@pytest.mark.parametrize("together", [1, 2])
-def test_parts_of_a_call_carry_the_states_on(error: Any, kernels: Any, op: str, together: int) -> None:
+@pytest.mark.parametrize(("together", "size"), [(1, 3), (2, 4)])
+def test_parts_of_a_call_carry_the_states_on(error: Any, kernels: Any, op: str, together: int, size: int) -> None:
     """Prepared part after part, with sequences that begin and end within one, go through several, or are empty."""
     lengths = (70, 0, 200, 1, 64)
     x = sample_operands(op, 1, sum(lengths), HEADS, VALUE_HEADS, 64, 64, normalised=False)
@@ -200,8 +200,8 @@ def test_parts_of_a_call_carry_the_states_on(error: Any, kernels: Any, op: str, 
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     slots = slot_count(sum(lengths), len(lengths), True, 64)
     results = None
-    for first in range(0, slots, 3):
-        part = range(first, min(first + 3, slots))
+    for first in range(0, slots, size):
+        part = range(first, min(first + size, slots))
         w = prepare(kernels, op, x, bounds, True, together, part)
         results = recur(kernels, op, x, bounds, w, state, 1, None, part, results)
     assert results is not None

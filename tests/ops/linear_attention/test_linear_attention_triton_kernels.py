@@ -141,6 +141,24 @@ def test_segments_of_a_batch_that_only_just_need_composing(error: Any, op: str, 
     assert error(final, expected_state) < TOLERANCE
 
 
+def test_long_segments_of_states_that_last_are_as_exact(error: Any, op: str, backend: ModuleType):
+    """Sampled gates wipe a state every 256 tokens and steps of 1/2 overwrite it: of a transition over 16 chunks nothing
+    would be left to be wrong.
+    """
+    plan = importlib.import_module(f"{PACKAGE}.plan")
+    x = sample_operands(op, 1, 64 * 36, 1, 1, 16, 16, dtype=torch.float16)
+    x["g"] = 1e-4 * x["g"].clamp(min=-2)
+    x["beta"] *= 0.02
+    state = sample_state(1, 1, 16, 16)
+    expected, expected_state = reference(op, x, initial_state=state)
+    _, forgotten = reference(op, x)
+    assert error(forgotten, expected_state) > 0.1
+    call = Call(*x.values(), 0.25, state, True, None, False, False)
+    o, final = backend.run(call, op, plan.Mapping(plan.SEGMENTS, 16, 16))
+    assert error(o, expected) < TOLERANCE
+    assert error(final, expected_state) < TOLERANCE
+
+
 def test_more_sequences_than_are_searched_at_once(error: Any, op: str):
     """A program finds its sequence among 128 offsets at a time; most here are empty. Offsets may be strided."""
     lengths = [0] * 130 + [3, 0, 66] + [0] * 3
