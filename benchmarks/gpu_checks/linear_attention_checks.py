@@ -215,10 +215,10 @@ def check_segments(op: str, reference: bool = True) -> Result:
     given = Call(**{**call, "scale": 128**-0.5})
     expected = FUNCTIONS[op](**wide(call), backend="cpu") if reference else FUNCTIONS[op](**call)
     errors = []
-    hopper = backend._hopper
+    hopper = backend.hopper_launches
     try:
         for choice in (hopper, lambda *_: None):
-            backend._hopper = choice
+            backend.hopper_launches = choice
             for block, segment in ((64, 2), (128, 3), (64, None)):
                 got = backend.run(given, op, plan.Mapping(plan.SEGMENTS, block, segment))
                 for x, y in zip(got, expected, strict=True):
@@ -226,7 +226,7 @@ def check_segments(op: str, reference: bool = True) -> Result:
                     assert y is not None
                     errors.append(error(x, y))
     finally:
-        backend._hopper = hopper
+        backend.hopper_launches = hopper
     return {"case": "segments", "op": op, "errors": errors, "ok": max(errors) < TOLERANCE[torch.bfloat16]}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,11 +75,22 @@ def test_description_names_device_cores_and_tiers(h200):
     assert "idle" in text
 
 
-def test_description_of_a_kernel_with_a_plan_of_its_own_says_what_that_does(h200):
+def test_description_of_a_kernel_with_a_plan_of_its_own_says_what_that_does(h200, monkeypatch):
+    """It once took every call for GDN on the portable kernels: of other segments than ran, or of columns for heads."""
     pytest.importorskip("triton")
+    from vllm_ext.ops.linear_attention.triton import backend
+
+    widest = types.SimpleNamespace(WIDEST_BLOCK=128)
+    monkeypatch.setattr(backend, "hopper_launches", lambda *_: None)
     text = mapping.describe_mapping(problem("cuda", num_value_heads=32), 2048, "triton")
     assert "32 heads in 2 parts by columns of the state; the planner's model: of the heads 32 by columns" in text
     assert "in segments of" in mapping.describe_mapping(problem("cuda", num_value_heads=4), 32768, "triton")
+    assert "256 heads in 2 parts" in mapping.describe_mapping(problem("cuda", num_value_heads=256), 2048, "triton")
+    monkeypatch.setattr(backend, "hopper_launches", lambda *_: widest)
+    assert "256 heads whole" in mapping.describe_mapping(problem("cuda", num_value_heads=256), 2048, "triton")
+    assert "segments of 384" in mapping.describe_mapping(problem("cuda", num_value_heads=32), 32768, "triton")
+    kda = replace(problem("cuda", num_value_heads=16), op="kda")
+    assert "segments of 171" in mapping.describe_mapping(kda, 32768, "triton")
 
 
 def test_description_says_what_is_not_mapped(h200):

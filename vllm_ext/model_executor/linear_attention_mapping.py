@@ -93,12 +93,15 @@ def _planned(problem: Problem, num_tokens: int, device: DeviceChip) -> str:
 
 
 def _of_triton_kernel(problem: Problem, num_tokens: int, cores: int) -> str:
-    from vllm_ext.ops.linear_attention.triton.plan import map_prefill
+    from vllm_ext.ops.linear_attention.triton import backend
+    from vllm_ext.ops.linear_attention.triton.chunks import Sizes
 
-    mapping = map_prefill(num_tokens, 1, problem.num_value_heads, problem.key_dim, problem.value_dim, cores)
+    heads = (problem.num_heads, problem.num_value_heads)
+    sizes = Sizes(1, num_tokens, True, *heads, problem.key_dim, problem.value_dim)
+    mapping = backend.map_call(problem.op, sizes, cores, backend.hopper_launches(problem.device, sizes))
     pieces = problem.value_dim // mapping.block_columns
-    heads = f"{problem.num_value_heads} heads"
-    text = f"{heads} whole" if pieces == 1 else f"{heads} in {pieces} parts by columns of the state"
+    named = f"{problem.num_value_heads} heads"
+    text = f"{named} whole" if pieces == 1 else f"{named} in {pieces} parts by columns of the state"
     return text if mapping.segment_chunks is None else f"{text}, in segments of {mapping.segment_chunks} chunks"
 
 

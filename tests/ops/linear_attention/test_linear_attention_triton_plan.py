@@ -113,7 +113,7 @@ def test_parts_are_all_chunks_and_small(monkeypatch: pytest.MonkeyPatch, op: str
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     call = replace(_call(op, tokens, heads), cu_seqlens=bounds)
     sizes = Sizes(len(lengths), tokens, True, heads, heads, 128, 128)
-    monkeypatch.setattr(backend, "_hopper", lambda *_: object())
+    monkeypatch.setattr(backend, "hopper_launches", lambda *_: object())
     monkeypatch.setattr(backend, "_MOST_BYTES", 2**20)
     parts = backend._parts(call, op, sizes, Mapping(COLUMNS, 64, None))
     slots = slot_count(tokens, len(lengths), True, CHUNK)
@@ -144,7 +144,7 @@ def test_parts_are_reckoned_at_what_a_chunk_takes(monkeypatch: pytest.MonkeyPatc
 def test_parts_hand_states_on_though_nobody_asked_for_them(monkeypatch: pytest.MonkeyPatch, wanted: bool) -> None:
     """A part takes its states from where the one before it left them, which is in the final states."""
     states: list[torch.Tensor | None] = []
-    monkeypatch.setattr(backend, "_hopper", lambda *_: SimpleNamespace(WIDEST_BLOCK=128))
+    monkeypatch.setattr(backend, "hopper_launches", lambda *_: SimpleNamespace(WIDEST_BLOCK=128))
     monkeypatch.setattr(backend, "_MOST_BYTES", 2**18)
     monkeypatch.setattr(backend, "prepare", lambda *_: Chunks(*[torch.empty(0)] * 6))
     monkeypatch.setattr(backend, "recur", lambda *given: states.append(given[7]))

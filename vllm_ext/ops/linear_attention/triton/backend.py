@@ -78,13 +78,9 @@ def run(call: Call, op: str, mapping: Mapping | None = None) -> tuple[torch.Tens
         final = torch.empty(num_sequences, sizes.value_heads, *order, dtype=torch.float32, device=device)
     if num_sequences == 0:
         return o, final
-    hopper = _hopper(device, sizes)
+    hopper = hopper_launches(device, sizes)
     if mapping is None:
-        tokens = sizes.num_tokens if sizes.packed else sizes.num_tokens * num_sequences
-        mapping = map_prefill(
-            tokens, num_sequences, sizes.value_heads, sizes.key_dim, sizes.value_dim, _multiprocessors(device),
-            64 if hopper is None else hopper.WIDEST_BLOCK, op, hopper is not None,
-        )  # fmt: skip
+        mapping = map_call(op, sizes, _multiprocessors(device), hopper)
     cu_seqlens = None if call.cu_seqlens is None else call.cu_seqlens.to(device).contiguous()
     if call.initial_state is not None:
         # Before the launches: the recurrence reads it while the one before it still runs.
@@ -100,6 +96,15 @@ def run(call: Call, op: str, mapping: Mapping | None = None) -> tuple[torch.Tens
     return o, final
 
 
+def map_call(op: str, sizes: Sizes, multiprocessors: int, hopper: ModuleType | None) -> Mapping:
+    """How a call is laid over so many multiprocessors; hopper: `hopper_launches` of its device."""
+    tokens = sizes.num_tokens if sizes.packed else sizes.num_tokens * sizes.num_sequences
+    return map_prefill(
+        tokens, sizes.num_sequences, sizes.value_heads, sizes.key_dim, sizes.value_dim, multiprocessors,
+        64 if hopper is None else hopper.WIDEST_BLOCK, op, hopper is not None,
+    )  # fmt: skip
+
+
 def chunk_bytes(op: str, key_dim: int) -> int:
     """What is kept of a chunk of one value head between the launches."""
     tiles = 2 * 2 * CHUNK * CHUNK
@@ -108,7 +113,7 @@ def chunk_bytes(op: str, key_dim: int) -> int:
 
 def _parts(call: Call, op: str, sizes: Sizes, mapping: Mapping) -> list[range | None]:
     """The slots of chunks to prepare before their states are carried on; [None] for all of them together."""
-    hopper = _hopper(call.q.device, sizes)
+    hopper = hopper_launches(call.q.device, sizes)
     slots = slot_count(sizes.num_tokens, sizes.num_sequences, sizes.packed, CHUNK)
     most = max(1, _MOST_BYTES // (sizes.value_heads * chunk_bytes(op, sizes.key_dim)))
     if hopper is None or call.q.dtype != torch.bfloat16 or mapping.segment_chunks is not None or slots <= most:
@@ -149,7 +154,7 @@ def prepare(call: Call, op: str, sizes: Sizes, cu_seqlens: torch.Tensor | None, 
     counts = (call.scale, sizes.num_sequences, sizes.num_tokens, heads, heads // sizes.heads)
     steps = (*(x.stride(0) for x in (q, k, g, beta)), *(x.stride(1) for x in (q, k, g, beta)))
     common = {"K": dim, "NORMALISE": call.use_qk_l2norm_in_kernel, "PACKED": sizes.packed}
-    hopper = _hopper(q.device, sizes) if q.dtype == torch.bfloat16 else None
+    hopper = hopper_launches(q.device, sizes) if q.dtype == torch.bfloat16 else None
     grid = (slots * heads,)
     if op == "gdn":
         factors = empty(_FACTOR_ROWS, CHUNK, dtype=torch.float32)
@@ -199,7 +204,7 @@ def recur(
             dtype=torch.float32, device=o.device,
         )  # fmt: skip
 
-    hopper = _hopper(o.device, sizes)
+    hopper = hopper_launches(o.device, sizes)
     launch = functools.partial(
         _launch_any if hopper is None else hopper.recur,
         call, op == "kda", sizes, mapping.block_columns, cu_seqlens, chunks, v, initial, carries, o, final,
@@ -219,7 +224,7 @@ def recur(
     launch(transition=False)
 
 
-def _hopper(device: torch.device, sizes: Sizes) -> ModuleType | None:
+def hopper_launches(device: torch.device, sizes: Sizes) -> ModuleType | None:
     """The launches for compute capability 9.0 where they serve the sizes; the other kernels run everywhere."""
     module = _hopper_module(device)
     return module if module is not None and module.serves(sizes.key_dim, sizes.value_dim, sizes.num_tokens) else None
