@@ -31,7 +31,7 @@ def _plain(x: Any) -> Any:
 class Value:
     """A tensor of a kernel; scalars have no dimensions."""
 
-    type = SimpleNamespace(layout=None)
+    type = SimpleNamespace(layout=SimpleNamespace(parent=None))
 
     def __init__(self, data: Any) -> None:
         self.data = torch.as_tensor(_plain(data))
@@ -44,15 +44,15 @@ class Value:
     def shape(self) -> list[int]:
         return list(self.data.shape)
 
-    def to(self, dtype: Any) -> Any:
-        return (
-            Pointer(self.data, dtype.element_ty) if isinstance(dtype, SimpleNamespace) else Value(self.data.to(dtype))
-        )
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:
+        if isinstance(dtype, SimpleNamespace):
+            return Pointer(self.data, dtype.element_ty)
+        return Value(self.data.view(dtype) if bitcast else self.data.to(dtype))
 
-    def reshape(self, shape: Sequence[int]) -> Value:
-        return Value(self.data.reshape(list(shape)))
+    def reshape(self, *shape: Any) -> Value:
+        return Value(self.data.reshape(*shape))
 
-    def permute(self, order: Sequence[int]) -> Value:
+    def permute(self, *order: Any) -> Value:
         return Value(self.data.permute(*order))
 
     def split(self) -> tuple[Value, Value]:
@@ -78,7 +78,8 @@ def _operator(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return apply
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_", "xor", "lt", "le", "gt", "ge", "eq", "ne"):
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "lshift", "rshift", "and_", "or_", "xor")
+for _name in (*_ARITHMETIC, "lt", "le", "gt", "ge", "eq", "ne"):
     _function = _operator(getattr(operator, _name))
     setattr(Value, f"__{_name.rstrip('_')}__", _function)
     setattr(Value, f"__r{_name.rstrip('_')}__", lambda right, left, f=_function: f(Value(left), right))
@@ -95,6 +96,9 @@ class Pointer:
         return Pointer(self.at + torch.as_tensor(_plain(count)).long() * self.element.itemsize, self.element)
 
     __radd__ = __add__
+
+    def __getitem__(self, index: Any) -> Pointer:
+        return Pointer(self.at[index], self.element)
 
     def to(self, dtype: torch.dtype) -> Value:
         assert dtype == torch.int64
@@ -130,6 +134,9 @@ class Shared:
 
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.data.permute(*order))
+
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        return Shared(self.data.view(*shape))
 
     def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
         whole = self.data.view(-1).view(dtype)
@@ -304,9 +311,8 @@ def _nothing(*_: Any, **__: Any) -> None:
 def _where(condition: Any, left: Any, right: Any) -> Value:
     left, right = _plain(left), _plain(right)
     dtype = next((x.dtype for x in (left, right) if isinstance(x, torch.Tensor)), None)
-    return Value(
-        torch.where(_plain(condition), torch.as_tensor(left, dtype=dtype), torch.as_tensor(right, dtype=dtype))
-    )
+    left, right = torch.as_tensor(left, dtype=dtype), torch.as_tensor(right, dtype=dtype)
+    return Value(torch.where(torch.as_tensor(_plain(condition)), left, right))
 
 
 def _product(left: Any, right: Any, accumulator: Value, use_acc: bool = True, is_async: bool = False) -> Value:
