@@ -4,7 +4,8 @@ Groups of warps take turns: one runs until it waits, or until it arrives at a ba
 destroy what they are to overwrite when they are asked for, and bring the new values only when nobody could run without
 them, in an order drawn from a seed. A product reads its right operand when it is waited for, and what it reads must be
 what was there when it began. So a stage that is given back or filled too early, or read before it is full, shows every
-time and not by luck. With `late` off copies come at once and groups run until they wait: the other extreme.
+time and not by luck. With `late` off copies come at once, and whoever asked for one lets the others run first: so what
+is read before it was laid out shows.
 
 Not modelled: layouts (a conversion called trivial is taken for one, the assembly's pairs of elements are neighbours in
 a tensor and not in a thread's registers), registers of a left operand that are filled anew while it is read
@@ -131,6 +132,8 @@ class ExpertsMachine(Machine):
         left, self.copies = self.copies, []
         assert not self.failed, "\n".join(self.failed)
         assert not left, "copies that nobody waited for"
+        half_way = [state for state in self.barriers.values() if (state.missing, state.bytes) != (state.count, 0)]
+        assert not half_way, "barriers that some arrive at and others never will"
 
     def _choose(self, last: int) -> None:
         """Let the next group that can run do so; copies come when none can."""
@@ -142,13 +145,13 @@ class ExpertsMachine(Machine):
                 if ready is not None and (self.stuck or ready()):
                     self.gates[number].release()
                     return
+            if all(ready is None for ready in self.ready):
+                return
             if self.copies and not self.failed:
                 try:
                     self.copies.pop(self.random.randrange(len(self.copies)))()
                 except AssertionError:
                     self.failed.append(traceback.format_exc())
-            elif all(ready is None for ready in self.ready):
-                return
             else:
                 self.stuck = True
 
@@ -169,6 +172,7 @@ class ExpertsMachine(Machine):
             self.copies.append(copy)
         else:
             copy()
+            self._pass_on(lambda: True)
 
     def fetch(self, tiles: Tiles, place: Sequence[Any], barrier: Shared, shared: Shared) -> None:
         begin = [int(x) for x in place]
