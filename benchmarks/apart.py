@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -14,6 +13,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from vllm_ext.benchmarks.engine_children import end
 
 _FRAME = re.compile(r'File "(.*?)", line (\d+) in (\S+)')
 
@@ -50,10 +51,7 @@ def run_apart(function: Callable[..., Any], *arguments: Any, seconds: float) -> 
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with {code}"
             raise CallFailed(f"its process ended {how}{_place(trace)}") from None
         finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid or 0, signal.SIGKILL)
-            process.kill()
-            process.join()
+            end(process)
     if not done:
         raise CallFailed(result)
     return result
