@@ -44,35 +44,39 @@ def load_first_block(blocks, block, limit, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def copy_weights(words, factors, bar, words_buffer, factors_buffer, expert, row, tile, p: gl.constexpr):
-    """Ask for the words and factors of one K tile of BLOCK_ROWS rows; `bar` hears when they came.
-
-    A tile is one piece of memory, copied in lines of p[17] words whatever the width of its planes is.
-    """
-    TILE: gl.constexpr = 4 * p[3]
+def _load_words(words, bar, words_buffer, expert, row, tile, p: gl.constexpr):
+    """A tile of words is one piece of memory, copied in lines of p[17] words whatever the width of its planes is."""
     ROWS_A_LINE: gl.constexpr = p[17] // p[3]
-    mbarrier.expect(bar, p[5] * p[3] * 2 + p[5] * 4)
-    line = (expert * (p[0] // TILE) + tile) * (p[1] // ROWS_A_LINE) + row // ROWS_A_LINE
+    line = (expert * (p[0] // (4 * p[3])) + tile) * (p[1] // ROWS_A_LINE) + row // ROWS_A_LINE
     load_tile(words, [line, 0], bar, words_buffer)
-    group = expert * (p[0] // p[2]) + tile * TILE // p[2]
+
+
+@gluon.jit
+def _load_factors(factors, bar, factors_buffer, expert, row, tile, p: gl.constexpr):
+    group = expert * (p[0] // p[2]) + tile * (4 * p[3]) // p[2]
     load_tile(factors, [group * p[1] + row], bar, factors_buffer)
+
+
+@gluon.jit
+def copy_weights(words, factors, bar, words_buffer, factors_buffer, expert, row, tile, p: gl.constexpr):
+    """Ask for the words and factors of one K tile of BLOCK_ROWS rows; `bar` hears when they came."""
+    mbarrier.expect(bar, p[5] * p[3] * 2 + p[5] * 4)
+    _load_words(words, bar, words_buffer, expert, row, tile, p)
+    _load_factors(factors, bar, factors_buffer, expert, row, tile, p)
 
 
 @gluon.jit
 def copy_words(words, bar, words_buffer, expert, row, tile, p: gl.constexpr):
     """`copy_weights` of the words alone."""
-    ROWS_A_LINE: gl.constexpr = p[17] // p[3]
     mbarrier.expect(bar, p[5] * p[3] * 2)
-    line = (expert * (p[0] // (4 * p[3])) + tile) * (p[1] // ROWS_A_LINE) + row // ROWS_A_LINE
-    load_tile(words, [line, 0], bar, words_buffer)
+    _load_words(words, bar, words_buffer, expert, row, tile, p)
 
 
 @gluon.jit
 def copy_factors(factors, bar, factors_buffer, expert, row, tile, p: gl.constexpr):
     """`copy_weights` of the factors alone."""
     mbarrier.expect(bar, p[5] * 4)
-    group = expert * (p[0] // p[2]) + tile * (4 * p[3]) // p[2]
-    load_tile(factors, [group * p[1] + row], bar, factors_buffer)
+    _load_factors(factors, bar, factors_buffer, expert, row, tile, p)
 
 
 @gluon.jit
