@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import engine_processes
+from engine_models import options_of_model, write_adapter, write_models
 from vllm_ext.benchmarks.engine_children import end, skip_autotuning
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (1, 5, 63, 64, 65, 130, 300, 700)
 # Nats. Rounding moves a log-probability by 0.01 to 0.05 on average, and by up to 0.7 where it changes an expert.
 TOLERANCE, MARGIN = 0.08, 0.7
-OTHER_GROUPS = 0.25
+OTHER_GROUPS = QUANTISED = 0.25  # what quantising random weights moves
 PACKED_ON_CPU = 0.03  # its sums are rounded otherwise than those of quantising at load on a GPU
 MAX_TOKENS = 24
 Answer = dict[str, Any]
@@ -51,27 +52,17 @@ class Engine:
     says: str = ""
 
 
-# 704 is DiffusionGemma's and Gemma 4's size: 352 a rank. Groups of 64 no longer divide it, so that two ranks round
-# other groups than one, and answer as far apart as quantising moves them; groups of 32 are the same ones.
-MODEL_OPTIONS: dict[str, dict[str, Any]] = {
-    "qwen3": {"additional_config": {"vllm_ext": {"group_size_w2": 32}}},
-    "hybrid": {"gdn_prefill_backend": "triton"},  # vLLM's first choice on a Hopper GPU is compiled at run time
-}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3": ("qwen3-moe", {"hidden_size": 512, "num_experts": 16, "moe_intermediate_size": 704}),
-    "gemma4": ("gemma4-moe", {"hidden_size": 512, "num_experts": 16, "moe_intermediate_size": 704}),
-    "hybrid": ("qwen3-next", {"hidden_size": 512, "num_experts": 16, "moe_intermediate_size": 256}),
-    # A rank's part of 96 columns begins inside a group of 64. Nothing but a GPU runs this family.
-    "kimi": ("kimi-linear", {"moe_intermediate_size": 96}),
-}
-PACKED = " packed"
-DEEP = ("hybrid", "kimi")  # of four layers, so that each kind is there
 EPLB = {
     **TWO,
     "enable_expert_parallel": True,
     "enable_eplb": True,
     "eplb_config": {"window_size": 8, "step_interval": 8, "num_redundant_experts": 2, "use_async": False},
 }
+LORA = {"enable_lora": True, "max_lora_rank": 8}
+ALL_TOKENS = {"max_logprobs": -1}
+ADAPTED = {**LORA, **ALL_TOKENS}
+BF16: dict[str, Any] = {"quantization": None, "additional_config": {}}
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, "disable_log_stats": False}
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 FEATURES = {
     "plain": Engine("qwen3", EAGER),
@@ -82,9 +73,15 @@ FEATURES = {
     "slept and woken, graphs": Engine("qwen3", {"enable_sleep_mode": True}, "sleep", "plain"),
     "weights discarded and reloaded, graphs": Engine("qwen3", {"enable_sleep_mode": True}, "reload", "plain"),
     "FP16, graphs": Engine("qwen3", {"dtype": "float16"}, like="plain"),
-    "LoRA enabled, graphs": Engine("qwen3", {"enable_lora": True, "max_lora_rank": 8}, like="plain"),
+    "LoRA enabled, graphs": Engine("qwen3", LORA, like="plain"),
+    "LoRA adapter merged": Engine("qwen3 merged", {**EAGER, **ALL_TOKENS}, "next tokens"),
+    "LoRA adapter, graphs": Engine("qwen3", ADAPTED, "adapter", "LoRA adapter merged"),
+    "LoRA adapter, BF16": Engine("qwen3", {**ADAPTED, **EAGER, **BF16}, "adapter", "LoRA adapter merged", QUANTISED),
     "hybrid": Engine("hybrid", EAGER),
     "hybrid, shared expert overlapped, graphs": Engine("hybrid", like="hybrid"),
+    "a draft, unused": Engine("hybrid with a draft", EAGER),
+    "MTP": Engine("hybrid with a draft", {**EAGER, **MTP}, "count drafts", "a draft, unused"),
+    "MTP, packed": Engine("hybrid with a draft packed", {**EAGER, **MTP}, "count drafts", "a draft, unused"),
 }
 EP2 = {**TWO, "enable_expert_parallel": True}
 # In the order of what is to be known first: fewer may fit into the time.
@@ -130,7 +127,7 @@ def options_of(engine: Engine) -> dict[str, Any]:
         "gpu_memory_utilization": 0.05,
         "kv_cache_memory_bytes": 1 << 30,  # engines side by side would count each other as used
         **({} if "enforce_eager" in engine.options else {"compilation_config": {"cudagraph_capture_sizes": [1, 8]}}),
-        **MODEL_OPTIONS.get(engine.model, {}),
+        **options_of_model(engine.model),
         **engine.options,
     }
 
@@ -155,6 +152,40 @@ def through_the_cache(cached: Any, read: Any) -> Answer:
     if not any(found):
         raise RuntimeError("serve_engines: no prompt was found in the prefix cache")
     return {**answer_of(cached), "log_probs": answer_of(read)["log_probs"], "cached_tokens": sum(found)}
+
+
+def next_tokens(outputs: Any) -> Answer:
+    """Of answers with every token's log-probability: those of what follows the prompts, in place of the prompts' own,
+    which vLLM does not give for a request with an adapter."""
+    follows = [output.outputs[0].logprobs[0] for output in outputs]
+    return {**answer_of(outputs), "log_probs": [entry[token].logprob for entry in follows for token in sorted(entry)]}
+
+
+def through_an_adapter(llm: Any, model: Path) -> Answer:
+    """The answers of requests with an adapter. Raises RuntimeError where it changes too little to be noticed."""
+    from vllm.lora.request import LoRARequest
+
+    without = next_tokens(llm.generate(prompts(), sampling(**WHOLE), use_tqdm=False))
+    with tempfile.TemporaryDirectory() as folder:
+        adapter = LoRARequest("adapter", 1, str(write_adapter(model, Path(folder) / "adapter")))
+        found = next_tokens(llm.generate(prompts(), sampling(**WHOLE), use_tqdm=False, lora_request=adapter))
+    moved = float(compare(without, found, 0.0)["mean"])
+    if moved < 2 * QUANTISED:
+        raise RuntimeError(f"serve_engines: the adapter moves log-probabilities by {moved:.3f} only")
+    return {**found, "moved by the adapter": moved}
+
+
+def drafts_of(metrics: Any) -> Answer:
+    """How many tokens a speculating engine has drafted, and accepted. Raises RuntimeError where either is none: then
+    what was compared is no speculation."""
+    counts = {metric.name: metric.value for metric in metrics if hasattr(metric, "value")}
+    found = {one: int(counts.get(f"vllm:spec_decode_num_{one}_tokens", 0)) for one in ("draft", "accepted")}
+    if not all(found.values()):
+        raise RuntimeError(f"serve_engines: {found['draft']} tokens were drafted, {found['accepted']} accepted")
+    return {"drafts": found}
+
+
+WHOLE = {"prompt_logprobs": None, "logprobs": -1}
 
 
 def sampling(**changed: Any) -> Any:
@@ -191,7 +222,12 @@ def ask(engine: Engine, model: str) -> Answer:
         llm.wake_up(tags=["weights"])
         llm.collective_rpc("reload_weights")
         llm.wake_up(tags=["kv_cache"])
-    return answer_of(llm.generate(prompts(), sampling(), use_tqdm=False))
+    elif engine.action == "next tokens":
+        return next_tokens(llm.generate(prompts(), sampling(**WHOLE), use_tqdm=False))
+    elif engine.action == "adapter":
+        return through_an_adapter(llm, Path(model))
+    answer = answer_of(llm.generate(prompts(), sampling(), use_tqdm=False))
+    return {**answer, **drafts_of(llm.get_metrics())} if engine.action == "count drafts" else answer
 
 
 async def ask_async(engine: Engine, model: str) -> Answer:
@@ -249,26 +285,6 @@ class Running:
         return found if wanted in text else {"error": f"its log does not say {wanted!r}"}
 
 
-def write_models(engines: dict[str, Engine], folder: Path) -> dict[str, str]:
-    """The models that `engines` serve, by key; a key that ends with PACKED is the one before it, packed."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    from tiny_models import write_tiny_model
-
-    from vllm_ext.quantization.cli import quantize_main
-
-    models = {}
-    for key in {engine.model for engine in engines.values()}:
-        plain = key.removesuffix(PACKED)
-        kind, fields = MODELS[plain]
-        layers = {"num_hidden_layers": 4 if plain in DEEP else 2}
-        models[plain] = str(write_tiny_model(kind, folder / plain, **layers, **fields))
-        if key != plain:
-            models[key] = str(folder / key)
-            if quantize_main([models[plain], models[key], "--quiet"]):
-                raise RuntimeError(f"serve_engines: {plain} could not be packed")
-    return models
-
-
 def side_by_side(
     jobs: dict[str, tuple[Any, ...]], says: dict[str, str], folder: Path, args: argparse.Namespace, record: Any
 ) -> None:
@@ -311,7 +327,8 @@ def compare(expected: Answer, answer: Answer, tolerance: float) -> Answer:
         parted += [margin for x, y, margin in zip(a, b, margins, strict=True) if x != y][:1]
     mean = sum(gaps) / len(gaps)
     ok = mean < tolerance and max(parted, default=0.0) < MARGIN
-    return {"ok": ok, "mean": mean, "max": max(gaps), "margins where tokens part": parted}
+    noted: Answer = {key: answer[key] for key in ("drafts", "moved by the adapter") if key in answer}
+    return {"ok": ok, "mean": mean, "max": max(gaps), "margins where tokens part": parted, **noted}
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
@@ -351,7 +368,7 @@ def main() -> int:
             args.out.write_text(json.dumps(result, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory() as folder:
-        models = write_models(engines, Path(folder))
+        models = write_models({engine.model for engine in engines.values()}, Path(folder))
         jobs = {name: (child, engine, models[engine.model]) for name, engine in engines.items()}
         side_by_side(jobs, {name: engine.says for name, engine in engines.items()}, Path(folder), args, record)
     print(json.dumps({key: value for key, value in result.items() if key != "run"}))
