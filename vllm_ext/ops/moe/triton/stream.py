@@ -45,9 +45,10 @@ class Sizes:
     sum_width: int
 
     def covered(self, gemm: GemmConfig) -> bool:
-        """Whether whole tiles cover the weight, each within a group."""
+        """Whether whole tiles cover the weight, in whole groups."""
         tile = 4 * self.plane
-        whole = self.columns % tile == 0 and self.group % tile == 0
+        # A shorter last group would have no place in the factors as the producers find them.
+        whole = self.group % tile == 0 and self.columns % self.group == 0
         if wide(gemm):
             halves = gemm.block_rows // _HALF
             return whole and self.rows % _HALF == 0 and (halves == 2 or (halves == 1 and tile == 2 * _COLUMNS))
