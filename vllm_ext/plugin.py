@@ -73,6 +73,10 @@ _HOOKS = (
         (f"vllm.entrypoints.{server}.serving", "vllm_ext.model_executor.linear_attention_replies:hook_serving")
         for server in ("generate.base", "openai.engine")  # the second until 0.31
     ),
+    (
+        "vllm.entrypoints.generate.beam_search.offline",
+        "vllm_ext.model_executor.linear_attention_replies:hook_beam_search",
+    ),
     ("vllm.model_executor.model_loader.base_loader", "vllm_ext.model_executor.hooks:wrap_load_model"),
     ("vllm.lora.model_manager", "vllm_ext.model_executor.lora:leave_experts_out"),
     (

@@ -83,6 +83,28 @@ def test_reasons_nobody_asks_for_do_not_pile_up():
     assert replies.take("cmpl-0") is None
 
 
+def test_beam_search_says_why_a_beam_has_no_next_token():
+    """vLLM asks for the first of the token's log-probabilities, and a refused request has none."""
+
+    class LLM:
+        def __init__(self, refused=None):
+            self.refused = refused
+
+        def beam_search(self, prompts):
+            if self.refused:
+                replies.keep("7", self.refused)
+            return [logprobs[0] for logprobs in prompts]
+
+    for _ in range(2):
+        replies.hook_beam_search(types.SimpleNamespace(LLM=LLM, other=None))
+    assert LLM(refused=REASON).beam_search([["a"]]) == ["a"]
+    with pytest.raises(RuntimeError, match=re.escape(REASON)) as caught:
+        LLM(refused=REASON).beam_search([["a"], []])
+    assert isinstance(caught.value.__cause__, IndexError)
+    with pytest.raises(IndexError):
+        LLM().beam_search([[]])  # not ours, whatever an earlier call left
+
+
 PLUGIN = """
 from vllm_ext._import_hooks import when_imported
 
@@ -168,10 +190,14 @@ def post(address, body):
 def test_a_refused_request_gets_status_500_with_the_reason_and_the_server_stays_up(server):
     address, log = server
     text = 13 * "a"  # a token is a byte
+    beams = {"use_beam_search": True, "n": 2}
     refused = (
         complete(address, 13),
         post(f"{address}/v1/chat/completions", {"messages": [{"role": "user", "content": text}], "max_tokens": 2}),
         post(f"{address}/v1/responses", {"input": text, "max_output_tokens": 2}),
+        post(f"{address}/v1/completions", {"prompt": text, "max_tokens": 2, **beams}),
+        # Here the prompt passes, and each of two beams is refused when it has 13 tokens.
+        post(f"{address}/v1/completions", {"prompt": text[1:], "max_tokens": 3, **beams}),
     )
     for status, body in refused:
         assert status == 500, body

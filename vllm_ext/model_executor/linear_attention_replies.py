@@ -1,7 +1,8 @@
-"""What a client of the server reads when its request's prefill failed: the reason, in place of a bare status 500.
+"""What a client of the server, or a caller of beam search, reads when a prefill failed: the reason.
 
 The engine's last output of the request carries the reason as its stop reason (see `linear_attention_failures`). The
-server drops that where it answers an error, so it is kept from one place to the other, both in the server's process.
+server drops that where it answers a bare status 500, and beam search where it looks for the token after it, so it is
+kept from one place to the other, both in the caller's process.
 """
 
 from __future__ import annotations
@@ -59,3 +60,20 @@ def hook_serving(module: Any) -> None:
     for cls in list(vars(module).values()):
         if isinstance(cls, type) and "_raise_if_error" in vars(cls):
             wrap_once(cls, "_raise_if_error")(raise_with_reason)
+
+
+def hook_beam_search(module: Any) -> None:
+    """The module with `LLM.beam_search`: an answer without a token, of which it asks for the first, is our failure."""
+
+    def search_with_reason(search: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        _reasons.clear()  # of earlier calls, which have answered them as stop reasons
+        try:
+            return search(self, *args, **kwargs)
+        except IndexError as error:
+            if not _reasons:
+                raise
+            raise RuntimeError(next(iter(_reasons.values()))) from error
+
+    for cls in list(vars(module).values()):
+        if isinstance(cls, type) and "beam_search" in vars(cls):
+            wrap_once(cls, "beam_search")(search_with_reason)
