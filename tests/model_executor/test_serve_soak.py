@@ -17,6 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_checks" / "serve_soak.p
 
 @pytest.fixture(scope="module")
 def soak():
+    sys.path.insert(0, str(SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("serve_soak", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
