@@ -119,6 +119,7 @@ def options_of(engine: Engine) -> dict[str, Any]:
     """vLLM's arguments."""
     return {
         "quantization": "w4a16-grouped",
+        "worker_extension_cls": "vllm_ext.benchmarks.untuned_worker.UntunedWorker",
         "skip_tokenizer_init": True,
         "max_model_len": 1024,
         "max_num_batched_tokens": 1024,
