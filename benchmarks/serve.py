@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ext.benchmarks.registry import RESULTS, describe_run, write_json
-from vllm_ext.benchmarks.serve_arms import ARMS, BASE, Serving, await_arms, cells, start_arms
+from vllm_ext.benchmarks.serve_arms import ARMS, BASE, Serving, await_arms, cells, host_settings, start_arms
 from vllm_ext.benchmarks.serve_checkpoints import (
     BF16,
     PACKED,
@@ -298,6 +298,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--files", action="store_true", help="write checkpoints, and load them; default: draw weights")
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
     parser.add_argument("--attention-backend", help="default: vLLM's choice")
+    parser.add_argument(
+        "--vllm-defaults",
+        action="store_true",
+        help="engines as vLLM starts them: its older model runner, the core in a process of its own, a group of the KV "
+        "cache for each kind of layer, which a GPU waits for where layers are few; default: none of these on a GPU",
+    )
     parser.add_argument("--loading", action="store_true", help="also measure loading: time and peak memory; --files")
     parser.add_argument(
         "--start-apart", type=float, default=0, help="seconds from one engine's start to the next one's"
@@ -337,6 +343,7 @@ def run(args: argparse.Namespace) -> int:
             "benchmark": "serve",
             "run": described,
             "options": {**options, "shape": name},
+            "host": host_settings(args, described["gpus"]),
             "model": {**SHAPES[name].fields, "note": SHAPES[name].note},
             "failed": {},
             "ready_seconds": {},

@@ -38,6 +38,20 @@ ARMS = {
 }
 
 
+# What all arms' engines have besides vLLM's defaults, so that the host bounds fewer steps: figures in docs/vllm.md.
+ON_ONE_HOST: dict[str, dict[str, Any]] = {
+    "environment": {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    # A model of sliding and full attention has six groups of layers otherwise, each with tables of its own.
+    "options": {"disable_hybrid_kv_cache_manager": True},
+}
+
+
+def host_settings(args: argparse.Namespace, gpus: list[str]) -> dict[str, dict[str, Any]]:
+    """The environment and the options of every arm's engine that are there for the host. vLLM's CPU build has none of
+    these."""
+    return ON_ONE_HOST if gpus and not args.vllm_defaults else {"environment": {}, "options": {}}
+
+
 def kv_cache_bytes(config: dict[str, Any], args: argparse.Namespace) -> int:
     """What all requests of the largest batch, or the long prompts, take in 16 bits, and a fifth more."""
     heads, size = config["num_key_value_heads"], config["head_dim"]
@@ -95,7 +109,7 @@ def start_arms(
         time.sleep(apart if number else 0)
         arm = ARMS[name]
         plugins = "vllm_ext" if arm.options.get("quantization") == OUR_METHOD else ""
-        options = {**engine_options(config, args), **arm.options}
+        options = {**engine_options(config, args), **serving.document["host"]["options"], **arm.options}
         if not args.files:
             group = serving.shape.group if arm.checkpoint == PACKED else None
             drawn = {"kind": serving.shape.kind, "config": config, "seed": 0, "group": group}
@@ -105,9 +119,8 @@ def start_arms(
             "cells": [{key: cell[key] for key in ("batch", "inputs", "outputs")} for cell in cells(args)],
             "lengths": [length for length in WARM_LENGTHS if length < args.prefill],
         }
-        serving.engines[name] = EngineProcess(
-            context, name, spec, folder, {"VLLM_PLUGINS": plugins}, folder.parent / "inspected"
-        )
+        environment = {"VLLM_PLUGINS": plugins, **serving.document["host"]["environment"]}
+        serving.engines[name] = EngineProcess(context, name, spec, folder, environment, folder.parent / "inspected")
 
 
 def await_arms(serving: Serving, deadline: float) -> None:

@@ -313,6 +313,43 @@ def test_kv_cache_holds_the_largest_batch():
     assert serve_arms.kv_cache_bytes(config, args) >= 64 * 128 * (2 * 2 * 4 * 64 * 2)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "defaults", "expected"), [(["H200"], False, True), (["H200"], True, False), ([], False, False)]
+)
+def test_what_the_host_is_spared_is_the_same_for_every_arm_and_recorded(
+    tmp_path, monkeypatch, gpus, defaults, expected
+):
+    """A setting that one arm alone had would be measured as its kernels' doing."""
+    asked = ["--arms", *serve_arms.ARMS, "--shape", "tiny", "--output-dir", str(tmp_path), "--workdir", str(tmp_path)]
+    started = {}
+
+    class Started:
+        def __init__(self, context, name, spec, folder, environment, cache):
+            started[name] = (spec["options"], environment)
+
+        def answer(self, timeout):
+            raise RuntimeError("not to be timed")
+
+        def close(self, timeout):
+            pass
+
+        log = tmp_path / "none.log"
+
+    monkeypatch.setattr(serve_arms, "EngineProcess", Started)
+    monkeypatch.setattr(serve, "import_vllm_once", lambda: None)
+    monkeypatch.setattr(serve, "inspect_models", lambda *arguments: None)
+    monkeypatch.setattr(serve, "describe_run", lambda: {"gpus": gpus})
+    assert serve.main([*asked, *(["--vllm-defaults"] if defaults else [])]) == 1
+    assert started.keys() == serve_arms.ARMS.keys()
+    recorded = json.loads((tmp_path / "serve_tiny.json").read_text())["host"]
+    assert bool(recorded["environment"]) is bool(recorded["options"]) is expected
+    for options, environment in started.values():
+        assert environment.items() >= recorded["environment"].items()
+        assert ("VLLM_USE_V2_MODEL_RUNNER" in environment) is expected
+        assert options.items() >= recorded["options"].items()
+        assert ("disable_hybrid_kv_cache_manager" in options) is expected
+
+
 @pytest.mark.vllm
 def test_engine_that_does_not_start_says_why(tmp_path, monkeypatch):
     pytest.importorskip("vllm")
