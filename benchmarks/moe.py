@@ -32,6 +32,8 @@ from vllm_ext.benchmarks.moe_common import (
     random_experts,
     relative_error,
     routings,
+    shape_name,
+    shape_of,
 )
 from vllm_ext.benchmarks.moe_peers import Call
 from vllm_ext.benchmarks.registry import Benchmark, CheckFailed
@@ -108,8 +110,8 @@ def _vllm_context() -> Iterator[None]:
 
 def _warm(task: tuple[str, str, tuple[int, ...]]) -> None:
     """Compile an arm's kernels in a worker; what goes wrong is reported by the run itself."""
-    shape_name, arm_name, tokens = task
-    shape, arm = SHAPES[shape_name], next(a for a in ARMS if a.name == arm_name)
+    name, arm_name, tokens = task
+    shape, arm = shape_of(name), next(a for a in ARMS if a.name == arm_name)
     device = torch.device("cuda", 0)
     with contextlib.suppress(Exception), contextlib.nullcontext() if arm.ours else _vllm_context():
         call = arm.build(shape, *random_experts(shape, arm.zero, device))
@@ -157,7 +159,9 @@ def _checked(shape: Shape, zero: str | None, device: torch.device) -> Checked:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Options."""
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument(
+        "--shapes", nargs="+", type=shape_name, default=list(SHAPES), help="by name, or as tune-moe takes them"
+    )
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--arms", nargs="+", choices=[arm.name for arm in ARMS], default=None)
     parser.add_argument("--workers", type=int, default=min(15, os.cpu_count() or 1), help="processes that compile")
@@ -173,6 +177,11 @@ def check(args: argparse.Namespace) -> None:
     """A GPU, and kernels compiled by several processes; each layer is checked when it is built (`run`)."""
     if not torch.cuda.is_available():
         raise RuntimeError("bench moe: a CUDA device is needed, torch sees none")
+    biased = [name for name in args.shapes if shape_of(name).bias]
+    if biased:
+        raise RuntimeError(
+            f"bench moe: {', '.join(biased)} has biases, which the peers are not given here; leave it out"
+        )
     tasks = [
         (shape, arm.name, (*_timed_at(arm, args.tokens), CHECK_TOKENS, *([LARGE_CHECK_TOKENS] if arm.ours else [])))
         for arm in _arms(args)
@@ -237,9 +246,9 @@ def _measure_arm(
     return rows
 
 
-def _measure_apart(shape_name: str, arm_name: str, args: argparse.Namespace, floors: Floors) -> list[dict[str, Any]]:
+def _measure_apart(name: str, arm_name: str, args: argparse.Namespace, floors: Floors) -> list[dict[str, Any]]:
     """`_measure_arm` in a process that holds nothing yet."""
-    shape, arm = SHAPES[shape_name], next(a for a in ARMS if a.name == arm_name)
+    shape, arm = shape_of(name), next(a for a in ARMS if a.name == arm_name)
     with _vllm_context():
         return _measure_arm(shape, arm, args, floors, _inputs(shape, args.tokens, torch.device("cuda", 0)), {})
 
@@ -290,7 +299,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         bandwidth, rate = memory_bandwidth(device), matrix_rate(device)
         rows: list[dict[str, Any]] = []
         for name in args.shapes:
-            rows += _measure_shape(SHAPES[name], args, bandwidth, rate, device)
+            rows += _measure_shape(shape_of(name), args, bandwidth, rate, device)
     _ratios(rows)
     ceilings = {"arm": "ceilings", "failed": None, "tokens": None, "bytes_per_s": bandwidth, "flop_per_s": rate}
     return [ceilings, *rows]

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from vllm_ext.ops.moe.experts import PreparedExperts, experts_meta
+from vllm_ext.ops.moe.experts import PreparedExperts
 from vllm_ext.ops.moe.triton import backend
-from vllm_ext.ops.moe.triton.layout import to_kernel_order
 from vllm_ext.quantization import QuantizedWeight
 from vllm_ext.quantization.weight import group_count
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One MoE layer: sizes, routing and the groups its weights are quantised in."""
+    """One MoE layer: sizes, routing, the groups its weights are quantised in, whether both GEMMs add biases."""
 
     name: str
     hidden: int
@@ -27,6 +27,7 @@ class Shape:
     group_w13: int
     group_w2: int
     activation: str
+    bias: bool = False
 
     def layer_bytes(self, experts_hit: int) -> int:
         """Bytes of the experts hit: codes, and a 16-bit scale and zero point a group."""
@@ -47,6 +48,45 @@ SHAPES = {
         Shape("Qwen3.5-35B-A3B", 2048, 512, 256, 8, 128, 128, "silu"),
     )
 }
+
+# Others that the tuner and the benchmark know by name.
+FAMILIES = {
+    shape.name: shape
+    for shape in (
+        Shape("Mixtral-8x7B", 4096, 14336, 8, 2, 128, 64, "silu"),
+        Shape("DeepSeek-V2-Lite", 2048, 1408, 64, 6, 128, 64, "silu"),
+        Shape("OLMoE-1B-7B", 2048, 1024, 64, 8, 128, 64, "silu"),
+        Shape("GLM-4.5-Air", 4096, 1408, 128, 8, 128, 64, "silu"),
+        Shape("Qwen3-235B-A22B", 4096, 1536, 128, 8, 128, 64, "silu"),
+        Shape("Qwen3-Next-80B-A3B", 2048, 512, 512, 10, 128, 64, "silu"),
+        Shape("Kimi-Linear-48B-A3B", 2304, 1024, 256, 8, 128, 64, "silu"),
+        Shape("gpt-oss-20b", 2880, 2880, 32, 4, 128, 64, "swigluoai", bias=True),
+    )
+}
+
+
+def shape_of(text: str) -> Shape:
+    """A shape by its name, or any by its numbers: hidden,intermediate,experts,top_k of a rank, then, unless they are
+    128 and 64, the groups of both weights. Raises what argparse reports."""
+    known = SHAPES | FAMILIES
+    if text in known:
+        return known[text]
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if len(sizes) not in (4, 6) or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(
+            f"must be one of {', '.join(known)}, or hidden,intermediate,experts,top_k[,group_w13,group_w2]; "
+            f"got {text!r}"
+        )
+    hidden, inter, experts, top_k, group_w13, group_w2 = sizes if len(sizes) == 6 else (*sizes, 128, 64)
+    return Shape(text, hidden, inter, experts, top_k, group_w13, group_w2, "silu")
+
+
+def shape_name(text: str) -> str:
+    """`text`, when it says a shape."""
+    return shape_of(text).name
 
 
 def random_weight(
@@ -79,15 +119,20 @@ def random_experts(
     )
 
 
-def prepare_with_planes(
-    w13: QuantizedWeight, w2: QuantizedWeight, planes: tuple[int | None, int | None]
-) -> PreparedExperts:
-    """The Triton backend's `prepare` with given plane widths, for the tuner."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name, weight, gated, plane in (("w13", w13, True, planes[0]), ("w2", w2, False, planes[1])):
-        kernel = to_kernel_order(weight, gated, torch.bfloat16, plane)
-        tensors[f"{name}_words"], tensors[f"{name}_factors"] = kernel.words, kernel.factors
-    return PreparedExperts(experts_meta(backend.NAME, w13, w2, torch.bfloat16), tensors)
+def random_biases(shape: Shape, device: torch.device, experts: int | None = None) -> dict[str, torch.Tensor]:
+    """The biases of a shape that has them, by the names `prepare_experts` gives them."""
+    generator, count = torch.Generator(device).manual_seed(7), experts or shape.experts
+    rows = {"w13_bias": 2 * shape.inter, "w2_bias": shape.hidden} if shape.bias else {}
+    return {
+        name: torch.randn(count, size, device=device, generator=generator).to(torch.bfloat16)
+        for name, size in rows.items()
+    }
+
+
+def prepare_triton(w13: QuantizedWeight, w2: QuantizedWeight, biases: dict[str, torch.Tensor]) -> PreparedExperts:
+    """The Triton backend's own `prepare`, on any device, for BF16."""
+    device = w13.packed.device
+    return backend.prepare(w13, w2, biases.get("w13_bias"), biases.get("w2_bias"), device, torch.bfloat16)
 
 
 def routings(shape: Shape, tokens: int, count: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:

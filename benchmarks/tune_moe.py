@@ -1,11 +1,13 @@
-"""Tune the Triton experts on this GPU: time each GEMM's candidates alone, keep the best of each, write the table.
+"""Tune the Triton experts on this GPU: time whole layers, keep the best pair of configurations, write the table.
 
     vllm-ext bench tune-moe --shape DiffusionGemma --tokens 1 8 64 256
     vllm-ext bench tune-moe --shape 4096,1536,128,8
 
-A shape is one of the benchmark's by name, or hidden,intermediate,experts,top_k of a rank, with the groups of both
-weights behind them where they are not 128,64. Candidates are compiled by several processes before anything is timed.
-The table goes where `choose` reads it (vllm_ext/ops/moe/triton/configs/<GPU>.json); other shapes' rows in it are kept.
+A shape is one of those known by name, or hidden,intermediate,experts,top_k of a rank, with the groups of both weights
+behind them where they are not 128,64. Kernels are compiled by several processes before anything is timed. Each
+layer is checked against FP64 and for equal bits before it is timed. A row goes into the table as soon as it is found
+(vllm_ext/ops/moe/triton/configs/<GPU>.json, which `choose` reads; other rows are kept), so that a run that is cut off
+keeps what it had.
 """
 
 from __future__ import annotations
@@ -15,142 +17,43 @@ import itertools
 import json
 import multiprocessing
 import os
+import random
+import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm_ext.benchmarks.moe_common import (
+    FAMILIES,
     SHAPES,
     Shape,
     graph_milliseconds,
-    prepare_with_planes,
+    prepare_triton,
+    random_biases,
     random_experts,
     relative_error,
     routings,
+    shape_of,
 )
+from vllm_ext.benchmarks.tune_moe_candidates import candidates, every_kernel
 
+from vllm_ext.ops.moe import fused_moe_w4a16, prepare_experts
 from vllm_ext.ops.moe.experts import CallOptions, PreparedExperts
-from vllm_ext.ops.moe.triton import backend, config
+from vllm_ext.ops.moe.triton import backend, choice, config, stream
 from vllm_ext.ops.moe.triton.align import Alignment
 from vllm_ext.ops.moe.triton.config import GemmConfig, LaunchConfig
 
 TOKENS = (1, 8, 32, 64, 256, 1024, 4096)
 ROUTINGS = 6
-_SAME = 1e-2  # configurations round differently, by some 5e-3
-# For a block of so many tokens, what is worth trying: GemmConfig's fields from block_rows on. Fewer registers mean more
-# programs on a multiprocessor.
-_Tile = tuple[int, int, int, str, "int | None", int, int, int, bool, bool, bool]
-
-
-def _tiles(rows: int, warps: int, stages: int, scaling: str, registers: int | None, unroll: int, tiles: int) -> _Tile:
-    """One program a tile."""
-    return (rows, warps, stages, scaling, registers, unroll, tiles, 0, False, False, False)
-
-
-def streamed(rows: int, warps: int, programs: int, split: bool = False, apart: bool = False) -> _Tile:
-    """Persistent programs, scales applied to sums; a guess is tried with pairs (`choose_pair`)."""
-    return (rows, warps, 12, "sum", None, 1, 1, programs, split, False, apart)
-
-
-def wide(rows: int, warps: int, programs: int) -> _Tile:
-    """Persistent programs, scales applied to codes."""
-    return (rows, warps, 24, "operand", None, 1, 1, programs, False, False, False)
-
-
-_TILES: dict[int, tuple[_Tile, ...]] = {
-    8: (
-        streamed(64, 4, 4),
-        streamed(64, 4, 4, True),
-        streamed(64, 4, 3),
-        streamed(128, 4, 3),
-        streamed(128, 4, 4),
-        streamed(128, 4, 4, True),
-        streamed(256, 4, 2),
-        streamed(256, 4, 2, apart=True),
-        streamed(256, 8, 2),
-        streamed(256, 8, 2, True),
-    ),
-    16: (
-        _tiles(64, 4, 4, "sum", None, 1, 1),
-        _tiles(64, 4, 3, "sum", None, 2, 1),
-        _tiles(128, 4, 4, "sum", 128, 1, 1),
-        _tiles(128, 4, 4, "sum", 128, 1, 2),
-        streamed(128, 4, 2),
-        streamed(128, 4, 3),
-        streamed(256, 4, 2),
-        streamed(256, 4, 2, apart=True),
-        streamed(256, 8, 2),
-    ),
-    32: (
-        _tiles(128, 4, 4, "sum", None, 1, 1),
-        _tiles(128, 4, 3, "sum", 168, 1, 1),
-        streamed(128, 4, 2),
-        streamed(128, 4, 3),
-        streamed(256, 8, 1),
-        wide(128, 4, 2),
-        wide(256, 8, 2),
-    ),
-    64: (
-        _tiles(128, 4, 3, "operand", 168, 1, 1),
-        _tiles(256, 8, 3, "operand", 128, 1, 1),
-        wide(128, 4, 2),
-        wide(128, 8, 2),
-        wide(256, 8, 1),
-    ),
-    128: (
-        _tiles(128, 8, 3, "operand", 128, 1, 1),
-        _tiles(256, 16, 3, "operand", 128, 1, 1),
-        wide(128, 8, 1),
-        wide(256, 8, 1),
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to run one of the two GEMMs ("gate_up" or "down"), on weights laid out in planes of `plane` columns."""
-
-    gemm: str
-    plane: int
-    config: GemmConfig
-
-
-def parse_shape(text: str) -> Shape:
-    """A shape of the benchmark by its name, or any by its numbers."""
-    if text in SHAPES:
-        return SHAPES[text]
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        sizes = []
-    if len(sizes) not in (4, 6) or min(sizes) < 1:
-        raise argparse.ArgumentTypeError(
-            f"must be one of {', '.join(SHAPES)}, or hidden,intermediate,experts,top_k[,group_w13,group_w2]; "
-            f"got {text!r}"
-        )
-    hidden, inter, experts, top_k, *groups = sizes
-    return Shape(text, hidden, inter, experts, top_k, *(groups or (128, 64)), "silu")
-
-
-def gemm_configs() -> list[GemmConfig]:
-    """Every configuration worth trying."""
-    made = []
-    for tokens, tiles in _TILES.items():
-        made += [GemmConfig(tokens, *tile) for tile in tiles]
-    return made
-
-
-def block_tokens_for(slots_per_expert: float) -> tuple[int, ...]:
-    """Token blocks worth trying for a mean number of slots an expert."""
-    for limit, blocks in ((6, (8, 16)), (12, (8, 16, 32)), (24, (16, 32)), (48, (32, 64)), (100, (64, 128))):
-        if slots_per_expert <= limit:
-            return blocks
-    return (64, 128)
+CHECK_ROWS = 64
+TOLERANCE = 6e-3  # of BF16 in, between and out: two roundings of 2^-9 and one of the output land near 3e-3
+_TOGETHER = 14  # batch sizes whose kernels are compiled in no order
+_AGAIN, _ROUNDS = 3, 5  # the fastest few are timed in turns
 
 
 class Layer:
@@ -162,7 +65,7 @@ class Layer:
         self.options = CallOptions(activation=shape.activation)
         self.x = torch.randn(tokens, shape.hidden, device=device, dtype=torch.bfloat16)
         self.weights, ids = zip(*routings(shape, tokens, count, device), strict=True)
-        self.ids = [i % experts.meta.num_experts for i in ids]
+        self.ids = [i % experts.tensors["w13_words"].shape[0] for i in ids]
 
     def gate_up(self, gemm: GemmConfig) -> list[Callable[[], tuple[torch.Tensor, torch.Tensor]]]:
         """One call a routing."""
@@ -192,158 +95,261 @@ class Layer:
         ]
 
 
-_WORKER: dict[str, Any] = {}
+@dataclass
+class Cell:
+    """The search for one batch size of one shape.
+
+    layer      what is timed
+    expected   its first rows, in FP64
+    report     is given every timing as it comes
+    replays    of a graph, whose median a timing is
+    """
+
+    layer: Layer
+    expected: torch.Tensor
+    report: Callable[[dict[str, Any]], None]
+    replays: int
+    seen: dict[LaunchConfig, float] = field(default_factory=dict)
+
+    def refusal(self, launch: LaunchConfig) -> str | None:
+        """Why a configuration may not be chosen: others would run in its place, it fails, its error, changing bits."""
+        layer = self.layer
+        if backend.served(launch, layer.experts, layer.x, layer.options) != launch:
+            return "the kernels it asks for do not serve this layer here"
+        try:
+            call = self.layer.whole(launch)[0]
+            out = call().clone()
+            same = all(torch.equal(out, call()) for _ in range(2))
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error)[-200:]}"
+        off = relative_error(out[: self.expected.shape[0]], self.expected)
+        if not off <= TOLERANCE:
+            return f"relative error {off:.1e} above {TOLERANCE:.1e}"
+        return None if same else "bits change from call to call"
+
+    def time(self, launch: LaunchConfig, what: str = "layer") -> float:
+        """Milliseconds of the layer; infinite where the configuration is refused."""
+        if launch not in self.seen:
+            refused = self.refusal(launch)
+            milliseconds = float("inf") if refused else graph_milliseconds(self.layer.whole(launch), self.replays)
+            self.seen[launch] = milliseconds
+            row = {"refused": refused} if refused else {"ms": milliseconds}
+            self.report({"what": what, **row, **launch.to_json()})
+        return self.seen[launch]
+
+    def search(self, start: LaunchConfig, firsts: list[GemmConfig], seconds: list[GemmConfig]) -> LaunchConfig | None:
+        """The fastest pair: every first GEMM beside `start`'s second, then every second beside the two fastest firsts.
+
+        A GEMM alone finds its weights in the L2 cache more often than in a layer, so only layers are timed.
+        """
+        self.time(start, "start")
+        for first in firsts:
+            self.time(LaunchConfig(first, start.down))
+        best_firsts = list(dict.fromkeys(launch.gate_up for launch in self.fastest(len(self.seen))))[:2]
+        for first, second in itertools.product(best_firsts, seconds):
+            self.time(LaunchConfig(first, second))
+        return self.in_turns(self.fastest(_AGAIN))
+
+    def fastest(self, count: int) -> list[LaunchConfig]:
+        """The `count` fastest so far, none that was refused."""
+        timed = [launch for launch, milliseconds in self.seen.items() if milliseconds < float("inf")]
+        return sorted(timed, key=lambda launch: self.seen[launch])[:count]
+
+    def in_turns(self, launches: list[LaunchConfig]) -> LaunchConfig | None:
+        """The fastest, if there is any, by the median of several rounds, each timing all of them."""
+        if not launches:
+            return None
+        times: dict[LaunchConfig, list[float]] = {launch: [] for launch in launches}
+        for _ in range(_ROUNDS):
+            for launch, taken in times.items():
+                taken.append(graph_milliseconds(self.layer.whole(launch), self.replays))
+        for launch, taken in times.items():
+            self.seen[launch] = statistics.median(taken)
+            self.report({"what": "in turns", "ms": self.seen[launch], "all": taken, **launch.to_json()})
+        return min(times, key=lambda launch: self.seen[launch])
 
 
-def _compile(task: tuple[Shape, Candidate]) -> str | None:
-    """Compile one candidate in a worker; the reason when it cannot run."""
-    shape, candidate = task
-    device = torch.device("cuda", 0)
-    key = f"{shape.name} {candidate.gemm} {candidate.plane}"
+@dataclass(frozen=True)
+class Plan:
+    """What is tried for one batch size of one shape.
+
+    start            what is launched now
+    rule             what would be if the table lacked the shape
+    firsts, seconds  candidates for gate and up, and for down
+    """
+
+    shape: Shape
+    tokens: int
+    start: LaunchConfig
+    rule: LaunchConfig
+    firsts: list[GemmConfig]
+    seconds: list[GemmConfig]
+
+    def layers(self) -> list[LaunchConfig]:
+        """The layers by which every kernel is compiled that `Cell.search` may ask for."""
+        pairs = every_kernel([*self.firsts, self.start.gate_up], [*self.seconds, self.start.down])
+        return [choice.portable(self.slots), self.rule, self.start, *pairs]
+
+    @property
+    def slots(self) -> float:
+        """Mean number of slots an expert gets."""
+        return self.tokens * self.shape.top_k / self.shape.experts
+
+
+def _few_experts(shape: Shape, device: torch.device) -> PreparedExperts:
+    """Two experts' weights that say they are all: enough to compile with."""
+    weights = random_experts(shape, "float", device, experts=2)
+    made = prepare_triton(*weights, random_biases(shape, device, experts=2))
+    return PreparedExperts(replace(made.meta, num_experts=shape.experts), made.tensors)
+
+
+def plan(shape: Shape, tokens: int, experts: PreparedExperts, device_index: int) -> Plan:
+    """A search that starts with the table's configuration, or the rule's."""
+    device = experts.tensors["w13_words"].device
+    plain = not shape.bias and stream.usable(device)
+    start = choice.choose(experts.meta, tokens, shape.top_k, False, device_index, plain)
+    rule = choice.rule(experts.meta, tokens, shape.top_k, plain)
+    firsts, seconds = candidates(tokens * shape.top_k / shape.experts, backend.sizes(experts), plain)
+    return Plan(shape, tokens, start, rule, firsts, seconds)
+
+
+_WORKER: dict[str, PreparedExperts] = {}
+
+
+def _compile(task: tuple[int, Shape, int, LaunchConfig]) -> tuple[int, str | None]:
+    """Compile one layer in a worker; the plan's number, and the reason when it cannot run."""
+    number, shape, tokens, launch = task
     try:
-        if key not in _WORKER:
-            planes = (candidate.plane, None) if candidate.gemm == "gate_up" else (None, candidate.plane)
-            experts = prepare_with_planes(*random_experts(shape, "float", device, experts=2), planes)
-            _WORKER[key] = Layer(shape, experts, 1, 1)
-        getattr(_WORKER[key], candidate.gemm)(candidate.config)[0]()
+        if shape.name not in _WORKER:
+            _WORKER[shape.name] = _few_experts(shape, torch.device("cuda", 0))
+        Layer(shape, _WORKER[shape.name], tokens, 1).whole(launch)[0]()
         torch.cuda.synchronize()
     except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:120]}"
-    return None
+        return number, f"{type(error).__name__}: {str(error)[-200:]}"
+    return number, None
 
 
-def compile_all(wanted: list[tuple[Shape, Candidate]], workers: int) -> dict[tuple[str, Candidate], str]:
-    """Compile in `workers` processes; returns the candidates that cannot run, with reasons."""
-    started = time.time()
-    failed: dict[tuple[str, Candidate], str] = {}
+def compile_all(plans: list[Plan], workers: int, seconds: float) -> list[Plan]:
+    """Compile in `workers` processes; the plans that were ready in time."""
+    started, tasks = time.time(), []
+    for first in range(0, len(plans), _TOGETHER):
+        some = range(first, min(first + _TOGETHER, len(plans)))
+        found = [(n, plans[n].shape, plans[n].tokens, launch) for n in some for launch in plans[n].layers()]
+        # Neighbours need the same kernels: side by side, several workers would compile each.
+        random.Random(0).shuffle(found)
+        tasks += found
+    left = [sum(task[0] == number for task in tasks) for number in range(len(plans))]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        results = pool.imap(_compile, wanted)
-        for number, ((shape, candidate), reason) in enumerate(zip(wanted, results, strict=True), 1):
-            if reason:
-                failed[shape.name, candidate] = reason
-            print(f"\rcompiled {number} of {len(wanted)}, {time.time() - started:.0f} s", end="", file=sys.stderr)
-    print(file=sys.stderr, flush=True)
-    return failed
+        results = pool.imap_unordered(_compile, tasks)
+        for done in range(1, len(tasks) + 1):
+            try:
+                number, refused = results.next(max(0.1, started + seconds - time.time()))
+            except multiprocessing.TimeoutError:
+                _say(f"compiling took longer than {seconds:.0f} s; what is not ready is left out")
+                break
+            left[number] -= 1
+            if refused:
+                _say(f"{plans[number].shape.name} M={plans[number].tokens}: cannot compile a layer: {refused}")
+            if done % 50 == 0 or done == len(tasks):
+                _say(f"compiled {done} of {len(tasks)} layers, {time.time() - started:.0f} s")
+        pool.terminate()
+    return [wanted for wanted, missing in zip(plans, left, strict=True) if not missing]
 
 
-def sweep(
-    shape: Shape, wanted: list[Candidate], tokens: tuple[int, ...], device: torch.device, replays: int = 4
-) -> list[dict[str, Any]]:
-    """Milliseconds of every candidate at every batch size: one row each."""
-    w13, w2 = random_experts(shape, "float", device)
-    rows: list[dict[str, Any]] = []
-    for gemm, plane in sorted({(c.gemm, c.plane) for c in wanted}):
-        experts = prepare_with_planes(w13, w2, (plane, None) if gemm == "gate_up" else (None, plane))
-        for count in tokens:
-            blocks = block_tokens_for(count * shape.top_k / shape.experts)
-            layer = Layer(shape, experts, count, ROUTINGS)
-            for candidate in wanted:
-                gemm_config = candidate.config
-                if (candidate.gemm, candidate.plane) == (gemm, plane) and gemm_config.block_tokens in blocks:
-                    milliseconds = graph_milliseconds(getattr(layer, gemm)(gemm_config), replays)
-                    rows.append(
-                        {"gemm": gemm, "plane": plane, "tokens": count, "ms": milliseconds, "config": vars(gemm_config)}
-                    )
-            print(f"\r{shape.name} {gemm} plane {plane} M={count}   ", end="", file=sys.stderr)
-    print(file=sys.stderr, flush=True)
-    return rows
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
-def fastest(rows: list[dict[str, Any]], gemm: str, plane: int, tokens: int, count: int) -> list[dict[str, Any]]:
-    """The `count` fastest rows of one GEMM at one batch size."""
-    fit = [row for row in rows if (row["gemm"], row["plane"], row["tokens"]) == (gemm, plane, tokens)]
-    return sorted(fit, key=lambda row: float(row["ms"]))[:count]
+def _report_of(where: dict[str, Any], report: Callable[[dict[str, Any]], None], row: dict[str, Any]) -> None:
+    report(where | row)
 
 
-def _can_guess(launch: LaunchConfig) -> bool:
-    return launch.gate_up.programs > 0 and launch.gate_up.scaling == "sum" and not launch.gate_up.split
+def _short(gemm: GemmConfig) -> str:
+    flags = "".join(f" {name}" for name in ("split", "guess", "apart") if getattr(gemm, name))
+    kind = "tiles" if not gemm.programs else "streamed" if gemm.scaling == "sum" else "wide"
+    return f"{kind} {gemm.block_tokens}x{gemm.block_rows} w{gemm.num_warps} p{gemm.programs}{flags}"
 
 
-def choose_pair(
-    layer: Layer, rows: list[dict[str, Any]], planes: tuple[int, int], tokens: int
-) -> tuple[LaunchConfig, float]:
-    """The best of the pairs of each GEMM's three fastest, by the time of the whole layer.
-
-    Alone, a GEMM finds its weights in the L2 cache more often than in a layer. A pair whose output is not that of the
-    rule's configuration is left out. First weights may be asked for before the slots are known ("guess").
-    """
-    pairs = itertools.product(
-        *(fastest(rows, gemm, plane, tokens, 3) for gemm, plane in zip(("gate_up", "down"), planes, strict=True))
-    )
-    launches = [LaunchConfig(*(GemmConfig(**row["config"]) for row in pair)) for pair in pairs]
-    # Only in a layer is there a time, while slots are listed, to ask for weights in.
-    launches += [LaunchConfig(replace(pair.gate_up, guess=True), pair.down) for pair in launches if _can_guess(pair)]
-    slots = tokens * layer.weights[0].shape[1] / layer.experts.meta.num_experts
-    expected = layer.whole(config.rule(slots))[0]()
-    timed = []
-    for launch in launches:
-        error = relative_error(layer.whole(launch)[0](), expected)
-        if error <= _SAME:
-            timed.append((graph_milliseconds(layer.whole(launch)), launch))
-        else:
-            print(f"left out, error {error:.1e}: {launch}", file=sys.stderr)
-    milliseconds, launch = min(timed, key=lambda pair: pair[0])
-    return launch, milliseconds
+def tune(
+    plans: list[Plan], until: float, report: Callable[[dict[str, Any]], None]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(shape's key, slots an expert, entry) of each plan in turn until the time is up; all timings go to `report`."""
+    device = torch.device("cuda", 0)
+    for name, group in itertools.groupby(plans, key=lambda wanted: wanted.shape.name):
+        weights = None
+        for wanted in group:
+            if time.time() > until:
+                _say(f"{name} M={wanted.tokens}: no time left")
+                continue
+            shape = wanted.shape
+            if weights is None:
+                weights = random_experts(shape, "float", device)
+                biases = random_biases(shape, device)
+                experts = prepare_triton(*weights, biases)
+                reference = prepare_experts(*weights, **biases, backend="reference", dtype=torch.bfloat16)
+            layer = Layer(shape, experts, wanted.tokens, ROUTINGS)
+            rows = slice(0, CHECK_ROWS)
+            expected = fused_moe_w4a16(
+                layer.x[rows], reference, layer.weights[0][rows], layer.ids[0][rows], activation=shape.activation
+            )
+            replays = 9 if wanted.tokens <= 256 else 4
+            where = {"shape": name, "tokens": wanted.tokens}
+            cell = Cell(layer, expected, partial(_report_of, where, report), replays)
+            tiles = choice.portable(wanted.slots)
+            cell.time(wanted.rule, "rule")
+            cell.time(tiles, "portable")
+            start = backend.served(wanted.start, experts, layer.x, layer.options)
+            best = cell.search(start, wanted.firsts, wanted.seconds)
+            if best is None:
+                _say(f"{name} M={wanted.tokens}: every configuration was refused, the rule's too; no row")
+                continue
+            _say(
+                f"{name} M={wanted.tokens}: {cell.seen[best]:.4f} ms, start {cell.seen[start]:.4f}, rule "
+                f"{cell.seen[wanted.rule]:.4f}, portable {cell.seen[tiles]:.4f}: "
+                f"{_short(best.gate_up)} | {_short(best.down)}"
+            )
+            yield config.shape_key(experts.meta, shape.top_k), f"{wanted.slots:g}", best.to_json()
+        torch.cuda.empty_cache()
 
 
 def main(argv: list[str]) -> int:
     """`vllm-ext bench tune-moe`."""
     parser = argparse.ArgumentParser(prog="vllm-ext bench tune-moe", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--shape", nargs="+", type=parse_shape, default=list(SHAPES.values()), metavar="SHAPE",
-        help=f"{', '.join(SHAPES)}, or hidden,intermediate,experts,top_k[,group_w13,group_w2]; all three",
+        "--shape", nargs="+", type=shape_of, default=list(SHAPES.values()), metavar="SHAPE",
+        help=f"{', '.join([*SHAPES, *FAMILIES])}, or hidden,intermediate,experts,top_k[,group_w13,group_w2]",
     )  # fmt: skip
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
-    parser.add_argument("--planes-w13", nargs="+", type=int, default=[])
-    parser.add_argument("--planes-w2", nargs="+", type=int, default=[])
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--raw", type=Path, help="also write every timing here, as JSON")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="0: compile when timing")
+    parser.add_argument("--compile-seconds", type=float, default=600.0, help="leave out what is not compiled by then")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no batch size after so long")
+    parser.add_argument("--raw", type=Path, help="also write every timing here as it comes, a line of JSON each")
+    parser.add_argument("--table", type=Path, help="the table to write; default: the package's for this GPU")
+    parser.add_argument("--no-search", action="store_true", help="only time what is launched now beside both rules")
     parser.add_argument("--dry-run", action="store_true", help="time and print, but leave the table as it is")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("vllm-ext bench tune-moe: needs a CUDA device, torch sees none", file=sys.stderr)
         return 1
-    device = torch.device("cuda", 0)
-    raw: dict[str, Any] = {}
-    path = Path(config.__file__).parent / "configs" / config.table_name(torch.cuda.get_device_name(device))
+    until, device = time.time() + args.seconds, torch.device("cuda", 0)
+    path = args.table or config.table_path(torch.cuda.get_device_name(device))
     table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"shapes": {}}
-    wanted: dict[str, list[Candidate]] = {}
-    shapes = {shape.name: shape for shape in args.shape}
-    for name, shape in shapes.items():
-        natural = prepare_with_planes(*random_experts(shape, "float", device, experts=1), (None, None))
-        planes = {
-            "gate_up": args.planes_w13 or [natural.tensors["w13_words"].shape[3]],
-            "down": args.planes_w2 or [natural.tensors["w2_words"].shape[3]],
-        }
-        blocks = {b for m in args.tokens for b in block_tokens_for(m * shape.top_k / shape.experts)}
-        configs = [gemm for gemm in gemm_configs() if gemm.block_tokens in blocks]
-        wanted[name] = [Candidate(g, plane, c) for g in planes for plane in planes[g] for c in configs]
-    failed = compile_all([(shapes[name], c) for name in wanted for c in wanted[name]], args.workers)
-    for (name, candidate), reason in failed.items():
-        print(f"cannot run {name} {candidate}: {reason}", file=sys.stderr)
-    for name, tried in wanted.items():
-        shape = shapes[name]
-        rows = sweep(shape, [c for c in tried if (name, c) not in failed], tuple(args.tokens), device)
-        raw[name] = rows
-        experts = prepare_with_planes(*random_experts(shape, "float", device), (None, None))
-        own = (experts.tensors["w13_words"].shape[3], experts.tensors["w2_words"].shape[3])
-        entries = {}
-        for tokens in args.tokens:
-            for gemm in ("gate_up", "down"):
-                for plane in sorted({c.plane for c in tried if c.gemm == gemm}):
-                    row = fastest(rows, gemm, plane, tokens, 1)[0]
-                    config_text = tuple(row["config"].values())
-                    print(f"{name} M={tokens} {gemm} plane {plane}: {row['ms']:.4f} ms {config_text}")
-            if own[0] in (args.planes_w13 or [own[0]]) and own[1] in (args.planes_w2 or [own[1]]):
-                launch, total = choose_pair(Layer(shape, experts, tokens, ROUTINGS), rows, own, tokens)
-                chosen = [tuple(vars(gemm_config).values()) for gemm_config in (launch.gate_up, launch.down)]
-                print(f"{name} M={tokens}: layer {total:.4f} ms {chosen}", flush=True)
-                entries[f"{tokens * shape.top_k / shape.experts:g}"] = launch.to_json()
-        table["shapes"].setdefault(config.shape_key(experts.meta, shape.top_k), {}).update(entries)
-    if args.raw:
-        args.raw.write_text(json.dumps(raw), encoding="utf-8")
-    if not args.dry_run:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-        print(f"wrote {path}")
+    plans = []
+    for shape in args.shape:
+        experts = _few_experts(shape, device)
+        found = [plan(shape, tokens, experts, device.index) for tokens in args.tokens]
+        plans += [replace(wanted, firsts=[], seconds=[]) for wanted in found] if args.no_search else found
+    if args.workers:
+        plans = compile_all(plans, args.workers, args.compile_seconds)
+
+    def report(row: dict[str, Any]) -> None:
+        if args.raw:
+            with args.raw.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+    for key, slots, entry in tune(plans, until, report):
+        table["shapes"].setdefault(key, {})[slots] = entry
+        if not (args.dry_run or args.no_search):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     return 0

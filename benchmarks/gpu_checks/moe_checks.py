@@ -17,32 +17,24 @@ from typing import Any
 
 import torch
 from vllm_ext.benchmarks.moe_common import SHAPES, Shape, random_experts, relative_error, routings
-from vllm_ext.benchmarks.tune_moe import streamed, wide
 
 from vllm_ext.ops.moe import fused_moe_w4a16, prepare_experts
 from vllm_ext.ops.moe.experts import CallOptions, PreparedExperts
 from vllm_ext.ops.moe.triton import backend as triton_backend
-from vllm_ext.ops.moe.triton.config import GemmConfig, LaunchConfig
+from vllm_ext.ops.moe.triton.choice import streamed as _streamed
+from vllm_ext.ops.moe.triton.choice import wide as _wide
+from vllm_ext.ops.moe.triton.config import LaunchConfig
 from vllm_ext.quantization import QuantizedWeight
 
 # 16-bit inputs, weights and intermediates: two roundings of 2^-9 and one of the output land near 3e-3.
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1.5e-3}
-
-
-def _streamed(tokens: int, *tile: int) -> GemmConfig:
-    return GemmConfig(tokens, *streamed(*tile))
-
-
-def _wide(tokens: int, *tile: int) -> GemmConfig:
-    return GemmConfig(tokens, *wide(*tile))
-
 
 # The persistent kernels, asked for where a table would not.
 STREAMED = {
     "few": LaunchConfig(_streamed(8, 128, 4, 4), _streamed(16, 256, 8, 2)),
     "some": LaunchConfig(_streamed(32, 128, 4, 3), _streamed(32, 128, 4, 2)),
     "some, more rows": LaunchConfig(_streamed(32, 128, 4, 2), _streamed(32, 256, 8, 2)),
-    "shared": LaunchConfig(_streamed(8, 64, 4, 4, True), _streamed(8, 256, 8, 2, True)),
+    "shared": LaunchConfig(_streamed(8, 64, 4, 4, split=True), _streamed(8, 256, 8, 2, split=True)),
     "guessed": LaunchConfig(replace(_streamed(8, 128, 4, 4), guess=True), _streamed(8, 256, 4, 2)),
     "guessed, more": LaunchConfig(replace(_streamed(16, 128, 4, 2), guess=True), _streamed(32, 128, 4, 3)),
     "apart": LaunchConfig(

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm_ext.benchmarks.moe_common import SHAPES, prepare_with_planes, random_experts
+from vllm_ext.benchmarks.moe_common import SHAPES, prepare_triton, random_experts
 from vllm_ext.benchmarks.registry import describe_run, write_json
 from vllm_ext.benchmarks.tune_moe import Layer
 
-from vllm_ext.ops.moe.triton import config
+from vllm_ext.ops.moe.triton import choice
 
 CELLS = (
     "DiffusionGemma:64", "DiffusionGemma:256", "Qwen3-30B-A3B:64",
@@ -69,9 +69,9 @@ def run_cells(cells: list[str]) -> None:
         name, tokens = cell.split(":")
         shape = SHAPES[name]
         if name not in made:
-            made[name] = prepare_with_planes(*random_experts(shape, "float", device), (None, None))
+            made[name] = prepare_triton(*random_experts(shape, "float", device), {})
         layer = Layer(shape, made[name], int(tokens), 1)
-        launch = config.choose(made[name].meta, int(tokens), shape.top_k, False, device.index)
+        launch = choice.choose(made[name].meta, int(tokens), shape.top_k, False, device.index, True)
         layers.append(layer.whole(launch)[0])
     for layer_call in layers:
         layer_call()

@@ -37,7 +37,7 @@ import torch
 from _every_reader import compiled_so
 from _sanitizer_reports import HandOver, hand_over, hazards, summary
 from moe_checks import STREAMED, TOLERANCE, Built, Case, poison
-from vllm_ext.benchmarks.moe_common import SHAPES, Shape, relative_error
+from vllm_ext.benchmarks.moe_common import FAMILIES, SHAPES, Shape, relative_error
 
 from vllm_ext.ops.moe.experts import CallOptions
 from vllm_ext.ops.moe.triton import backend, config, stream
@@ -69,7 +69,7 @@ def layers() -> list[Layer]:
     made: dict[tuple[Any, ...], Layer] = {}
     for path in sorted((Path(config.__file__).parent / "configs").glob("*.json")):
         table = json.loads(path.read_text(encoding="utf-8"))["shapes"]
-        for shape, (key, rows) in itertools.product(SHAPES.values(), table.items()):
+        for shape, (key, rows) in itertools.product((SHAPES | FAMILIES).values(), table.items()):
             groups = _groups(shape, key)
             if groups is None:
                 continue

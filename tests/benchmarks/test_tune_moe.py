@@ -1,9 +1,10 @@
-"""How the tuner of the Triton experts chooses; what it times only a GPU can."""
+"""How the tuner of the Triton experts searches; what it times only a GPU can."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,96 +14,176 @@ import torch
 pytest.importorskip("triton")
 
 from vllm_ext.benchmarks import tune_moe
-from vllm_ext.benchmarks.moe_common import SHAPES
+from vllm_ext.benchmarks.moe_common import FAMILIES, SHAPES, shape_of
+from vllm_ext.benchmarks.tune_moe_candidates import candidates, every_kernel
 
+from vllm_ext.ops.moe import ExpertsMeta
+from vllm_ext.ops.moe.triton import backend, choice, stream
+from vllm_ext.ops.moe.triton.choice import streamed, wide
 from vllm_ext.ops.moe.triton.config import GemmConfig, LaunchConfig
 
 TILES = GemmConfig(16, 64, 4, 4)
-STREAMED = GemmConfig(16, *tune_moe.streamed(128, 4, 2))
-SHARED = GemmConfig(8, *tune_moe.streamed(64, 4, 4, True))
-WIDE = GemmConfig(32, *tune_moe.wide(128, 4, 2))
+FIRST, SECOND, THIRD = streamed(8, 64, 4, 4), streamed(8, 128, 4, 4, guess=True), wide(32, 128, 4, 2)
+GEMMS = (TILES, FIRST, SECOND, THIRD)
+# gate and up is fastest by THIRD, down by FIRST; but THIRD's output is not to be had beside FIRST's.
+COST = {TILES: 4.0, FIRST: 3.0, SECOND: 2.0, THIRD: 1.0}
 
 
-@dataclass
-class Call:
-    """A layer to be timed."""
+class FakeLayer:
+    """A layer whose configurations give `out(launch)`."""
 
-    launch: LaunchConfig
-    out: torch.Tensor
+    experts, x, options = None, None, None
 
-    def __call__(self) -> torch.Tensor:
-        return self.out
+    def __init__(self, out: Any) -> None:
+        self.out, self.called = out, []
 
+    def whole(self, launch: LaunchConfig) -> list[Any]:
+        def call() -> torch.Tensor:
+            self.called.append(launch)
+            return self.out(launch)
 
-def choose(
-    monkeypatch: pytest.MonkeyPatch, alone: dict[GemmConfig, float], layers: Any, wrong: GemmConfig | None = None
-) -> LaunchConfig:
-    """The pair chosen when GEMMs take `alone` ms, layers `layers(launch)` ms, and `wrong` computes nonsense."""
-    right = torch.ones(4)
-
-    class Layer:
-        weights = (torch.zeros(64, 8),)
-        experts = SimpleNamespace(meta=SimpleNamespace(num_experts=128))
-
-        def whole(self, launch: LaunchConfig) -> list[Any]:
-            out = right * 2 if wrong in (launch.gate_up, launch.down) else right
-            return [Call(launch, out)]
-
-    monkeypatch.setattr(tune_moe, "graph_milliseconds", lambda calls: layers(calls[0].launch))
-    rows = [
-        {"gemm": gemm, "plane": 32, "tokens": 64, "ms": ms, "config": vars(made)}
-        for gemm in ("gate_up", "down")
-        for made, ms in alone.items()
-    ]
-    rows += [{**row, "tokens": 8, "ms": 0.0} for row in rows] + [{**row, "plane": 16, "ms": 0.0} for row in rows]
-    launch, milliseconds = tune_moe.choose_pair(Layer(), rows, (32, 32), 64)  # type: ignore[arg-type]
-    assert milliseconds == layers(launch)
-    return launch
+        call.launch = launch  # type: ignore[attr-defined]
+        return [call]
 
 
-def test_the_fastest_layer_is_chosen_among_the_three_fastest_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the fastest alone: that one finds its weights in the cache. The fourth alone is not timed in a layer."""
-    order = {TILES: 0.1, STREAMED: 0.2, WIDE: 0.3, SHARED: 0.4}
-    times = {TILES: 3.0, STREAMED: 2.0, WIDE: 1.0, SHARED: 0.0}
-
-    def layers(launch: LaunchConfig) -> float:
-        return times[replace(launch.gate_up, guess=False)] * 10 + times[launch.down]
-
-    assert choose(monkeypatch, order, layers) == LaunchConfig(WIDE, WIDE)
-    assert choose(monkeypatch, order, layers, wrong=WIDE).down == STREAMED
+def cell_of(
+    monkeypatch: pytest.MonkeyPatch, times: Any, out: Any = lambda launch: torch.ones(4)
+) -> tuple[tune_moe.Cell, list[dict[str, Any]]]:
+    """A cell of which a layer takes `times(launch)` ms; and what it reports."""
+    monkeypatch.setattr(tune_moe, "graph_milliseconds", lambda calls, replays: times(calls[0].launch))
+    monkeypatch.setattr(tune_moe.backend, "served", lambda launch, *call: launch)
+    reported: list[dict[str, Any]] = []
+    return tune_moe.Cell(FakeLayer(out), torch.ones(4), reported.append, 1), reported  # type: ignore[arg-type]
 
 
-def test_only_what_can_ask_for_weights_early_is_tried_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+def test_the_fastest_layer_is_found_one_gemm_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second GEMM is tried beside the two fastest firsts: what is best beside the start need not be at the end."""
 
-    def layers(launch: LaunchConfig) -> float:
-        seen.append(launch)
-        return 1.0 - 0.1 * launch.gate_up.guess
+    def times(launch: LaunchConfig) -> float:
+        bonus = 2.5 if launch == LaunchConfig(SECOND, THIRD) else 0.0
+        return COST[launch.gate_up] + COST[launch.down] - bonus
 
-    assert choose(monkeypatch, {STREAMED: 0.1, WIDE: 0.2, SHARED: 0.3}, layers).gate_up == replace(STREAMED, guess=True)
-    assert {launch.gate_up for launch in seen if launch.gate_up.guess} == {replace(STREAMED, guess=True)}
-    assert not any(launch.down.guess for launch in seen)
+    cell, reported = cell_of(monkeypatch, times)
+    best = cell.search(LaunchConfig(TILES, TILES), [FIRST, SECOND, THIRD], [FIRST, SECOND, THIRD])
+    assert best == LaunchConfig(SECOND, THIRD)
+    assert cell.seen[best] == times(best) == min(cell.seen.values())
+    in_turns = [row for row in reported if row["what"] == "in turns"]
+    assert [len(row["all"]) for row in in_turns] == [5, 5, 5]
+    assert {row["what"] for row in reported} == {"start", "layer", "in turns"}
 
 
-def test_candidates_are_those_of_the_blocks_a_batch_needs() -> None:
-    sizes = [tune_moe.block_tokens_for(slots) for slots in (0.06, 6, 7, 16, 30, 64, 8192)]
-    assert sizes == [(8, 16), (8, 16), (8, 16, 32), (16, 32), (32, 64), (64, 128), (64, 128)]
-    made = tune_moe.gemm_configs()
-    assert len(set(made)) == len(made)
-    assert {gemm.block_tokens for gemm in made} == {8, 16, 32, 64, 128}
-    assert all(LaunchConfig.from_json(LaunchConfig(gemm, gemm).to_json()).down == gemm for gemm in made)
+@pytest.mark.parametrize("how", ["wrong", "NaN", "unstable", "fails"])
+def test_what_is_not_right_is_never_chosen_however_fast(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    def out(launch: LaunchConfig) -> torch.Tensor:
+        if THIRD not in (launch.gate_up, launch.down):
+            return torch.ones(4)
+        if how == "fails":
+            raise RuntimeError("out of resources")
+        return {
+            "wrong": torch.ones(4) * 1.1,
+            "NaN": torch.full((4,), float("nan")),
+            "unstable": torch.ones(4) + torch.rand(4) * 1e-3,
+        }[how]
+
+    cell, reported = cell_of(monkeypatch, lambda launch: COST[launch.gate_up] + COST[launch.down], out)
+    best = cell.search(LaunchConfig(TILES, TILES), [FIRST, SECOND, THIRD], [FIRST, SECOND, THIRD])
+    assert best == LaunchConfig(SECOND, SECOND)
+    refused = [row for row in reported if "refused" in row]
+    assert refused
+    assert all(THIRD.block_rows == 128 and "ms" not in row for row in refused)
+    everything, _ = cell_of(monkeypatch, lambda launch: 1.0, lambda launch: torch.zeros(4))
+    assert everything.search(LaunchConfig(TILES, TILES), [FIRST], [FIRST]) is None
+
+
+def test_what_others_would_run_for_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another GPU, or with biases, the persistent kernels are replaced: their row would hold another's time."""
+    cell, reported = cell_of(monkeypatch, lambda launch: COST[launch.gate_up] + COST[launch.down])
+    monkeypatch.setattr(tune_moe.backend, "served", lambda launch, *call: LaunchConfig(TILES, TILES))
+    assert cell.search(LaunchConfig(TILES, TILES), [FIRST], [SECOND]) == LaunchConfig(TILES, TILES)
+    assert [row.get("refused", "") for row in reported if row["what"] == "layer"] == [
+        "the kernels it asks for do not serve this layer here"
+    ] * 2
+
+
+def test_noise_of_one_timing_does_not_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best three are timed again, five times in turns, and the medians decide."""
+    taken: dict[LaunchConfig, int] = {}
+
+    def times(launch: LaunchConfig) -> float:
+        taken[launch] = taken.get(launch, 0) + 1
+        lucky = launch == LaunchConfig(FIRST, TILES) and taken[launch] == 1
+        return 1.0 if lucky else COST[launch.gate_up] + COST[launch.down]
+
+    cell, _ = cell_of(monkeypatch, times)
+    assert cell.search(LaunchConfig(TILES, TILES), [FIRST, SECOND], []) == LaunchConfig(SECOND, TILES)
+
+
+def sizes_of(hidden: int, inter: int, groups: tuple[int, int]) -> tuple[stream.Sizes, stream.Sizes]:
+    return choice.sizes_of(ExpertsMeta("triton", 8, hidden, inter, *groups, True, "float", torch.bfloat16))
+
+
+def test_candidates_are_what_the_weights_allow_and_begin_with_what_won() -> None:
+    """Every block that tables use is there, and no configuration that `served` would replace by another."""
+    seen = set()
+    for slots in (0.06, 1, 4, 8, 16, 32, 64, 256, 8192):
+        sizes = sizes_of(2048, 768, (128, 128))
+        for gemms, size in zip(candidates(slots, sizes, True), sizes, strict=True):
+            assert len(set(gemms)) == len(gemms) >= 4
+            assert all(not gemm.programs or size.covered(gemm) for gemm in gemms)
+            seen |= {gemm.block_tokens for gemm in gemms}
+    assert seen == {8, 16, 32, 64, 128}
+    odd = sizes_of(200, 88, (32, 8))
+    for sizes, persistent in ((odd, True), (sizes_of(2048, 768, (128, 128)), False)):
+        for gemms in (gemms for slots in (1, 16, 32, 256) for gemms in candidates(slots, sizes, persistent)):
+            assert len(set(gemms)) == len(gemms) >= 4
+            assert not any(gemm.programs for gemm in gemms)
+
+
+def test_every_kernel_is_compiled_before_anything_is_timed() -> None:
+    """A kernel compiled while others are timed takes seconds; each pair's must be among the pairs that are compiled.
+
+    The first depends on the second's scaling, the second on whether blocks begin with one for every expert.
+    """
+    firsts, seconds = list(GEMMS), [*GEMMS, streamed(16, 256, 4, 2, apart=True)]
+
+    def kernels(launch: LaunchConfig) -> set[Any]:
+        sparse = backend._sparse(launch)
+        blocks = (launch.gate_up.block_tokens, launch.down.block_tokens)
+        return {(launch.gate_up, launch.down.scaling), (launch.down, sparse), ("align", blocks, sparse)}
+
+    compiled = {kernel for launch in every_kernel(firsts, seconds) for kernel in kernels(launch)}
+    for first in firsts:
+        for second in seconds:
+            assert kernels(LaunchConfig(first, second)) <= compiled
+
+
+def test_a_search_starts_with_what_would_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = shape_of("2048,1024,64,8")
+    experts = tune_moe._few_experts(shape, torch.device("cpu"))
+    assert experts.meta.num_experts == 64
+    assert experts.tensors["w13_words"].shape[0] == 2
+    monkeypatch.setattr(choice, "_device_name", lambda index: "NVIDIA H200 of another table")
+    monkeypatch.setattr(stream, "usable", lambda device: True)
+    choice.choose.cache_clear()
+    wanted = tune_moe.plan(shape, 64, experts, 0)
+    choice.choose.cache_clear()
+    assert wanted.slots == 8
+    assert wanted.start == choice.persistent(experts.meta, 64, 8)
+    assert wanted.rule == wanted.start
+    assert {wanted.rule, choice.portable(8)} <= set(replace(wanted, start=choice.portable(1)).layers())
 
 
 def test_any_shape_can_be_tuned() -> None:
-    assert tune_moe.parse_shape("DiffusionGemma") is SHAPES["DiffusionGemma"]
-    shape = tune_moe.parse_shape("4096,1536,128,8")
+    assert shape_of("DiffusionGemma") is SHAPES["DiffusionGemma"]
+    assert shape_of("Mixtral-8x7B") is FAMILIES["Mixtral-8x7B"]
+    shape = shape_of("4096,1536,128,8")
     assert (shape.hidden, shape.inter, shape.experts, shape.top_k, shape.group_w13, shape.group_w2) == (
         4096, 1536, 128, 8, 128, 64,
     )  # fmt: skip
-    assert tune_moe.parse_shape("4096,768,128,8,32,32").group_w2 == 32
+    assert shape_of("4096,768,128,8,32,32").group_w2 == 32
     for wrong in ("Qwen3", "4096,1536", "4096,1536,128,0", "1,2,3,4,5"):
         with pytest.raises(argparse.ArgumentTypeError, match=r"hidden,intermediate,experts,top_k.*got"):
-            tune_moe.parse_shape(wrong)
+            shape_of(wrong)
 
 
 def test_without_a_gpu_the_tuner_says_what_it_needs(
@@ -111,3 +192,28 @@ def test_without_a_gpu_the_tuner_says_what_it_needs(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tune_moe.main(["--shape", "2048,768,128,8"]) == 1
     assert "needs a CUDA device" in capsys.readouterr().err
+
+
+def test_a_run_that_is_cut_off_keeps_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Rows are in the table, and timings in the file beside it, before the next batch size is begun."""
+    table = tmp_path / "table.json"
+    table.write_text('{"shapes": {"other": {"1": {}}}}', encoding="utf-8")
+    launch = LaunchConfig(FIRST, TILES).to_json()
+
+    def tune(plans: Any, until: float, report: Any) -> Any:
+        report({"ms": 1.0})
+        yield "shape", "2", launch
+        raise KeyboardInterrupt
+
+    fakes = {"tune": tune, "_few_experts": lambda shape, device: None, "plan": lambda *arguments: SimpleNamespace()}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(tune_moe, name, fake)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Nothing")
+    options = ["--shape", "2048,768,128,8", "--workers", "0", "--table", str(table), "--raw", str(tmp_path / "raw")]
+    with pytest.raises(KeyboardInterrupt):
+        tune_moe.main(options)
+    assert json.loads(table.read_text(encoding="utf-8"))["shapes"] == {
+        "other": {"1": {}}, "shape": {"2": launch},
+    }  # fmt: skip
+    assert (tmp_path / "raw").read_text(encoding="utf-8") == '{"ms": 1.0}\n'

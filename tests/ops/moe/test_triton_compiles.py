@@ -28,7 +28,8 @@ from triton.compiler import ASTSource
 
 from vllm_ext.ops.moe import ExpertsMeta
 from vllm_ext.ops.moe.triton import align, stream
-from vllm_ext.ops.moe.triton.config import GemmConfig, choose
+from vllm_ext.ops.moe.triton.choice import choose
+from vllm_ext.ops.moe.triton.config import GemmConfig
 from vllm_ext.ops.moe.triton.dequant import code_form
 from vllm_ext.ops.moe.triton.gemm import down_kernel
 
@@ -122,7 +123,7 @@ def test_what_is_launched_without_a_table_fits_every_gpu(capability: int) -> Non
     """Capabilities 8.6, 8.9 and 12.0 have 99 KiB of shared memory a program; tiles in FP32 are twice as large."""
     for dtype in TYPES:
         meta = ExpertsMeta("triton", 8, 2048, 768, 128, 128, True, "float", dtype)
-        for gemm in {choose(meta, tokens, 2, False, -1).down for tokens in (4, 64, 4096)}:
+        for gemm in {choose(meta, tokens, 2, False, -1, False).down for tokens in (4, 64, 4096)}:
             assert compile_down(capability, dtype, gemm).metadata.shared <= 99 << 10, (dtype, gemm)
 
 

@@ -214,7 +214,7 @@ def test_the_second_gemm_gets_sums_of_what_it_reads(backend: ModuleType) -> None
     """Of the rounded values: the zero points' term takes off offsets of up to 1024 times these sums on a GPU."""
     layer = make_layer(hidden=64, intermediate=64, groups=(32, 32), dtype=torch.bfloat16)
     experts = backend.prepare(layer.w13, layer.w2, None, None, torch.device("cpu"), torch.bfloat16)
-    config, options = importlib.import_module(f"{PACKAGE}.config").rule(1), CallOptions()
+    config, options = importlib.import_module(f"{PACKAGE}.choice").portable(1), CallOptions()
     aligned = backend.align_call(config, layer.x, layer.ids, None, experts)
     inner, sums = backend.gate_up(config, experts, layer.weights, aligned, layer.ids.shape[1], options)
     expected = inner.double().reshape(*sums.shape, -1).sum(-1)

@@ -185,7 +185,7 @@ def aligned_for(case: Case, layer: Layer, config: LaunchConfig, prepared: Any) -
         for gemm, listed in zip((config.gate_up, config.down), sparse, strict=True)
     ]
     x = (layer.x.double() * planes(meta.hidden_size, form, plane)).to(layer.x.dtype)
-    width = backend._sum_width(meta.group_size_w13, plane)
+    width = stream.sum_width(meta.group_size_w13, plane)
     sums = layer.x.float().view(len(x), -1, width).sum(-1)
     flags = sum(stream.flag_count(gemm, x.device) for gemm in (config.gate_up, config.down))
     return Alignment(slots, *tables, x, sums, torch.zeros(flags, dtype=torch.int32), sparse)

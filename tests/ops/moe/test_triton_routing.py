@@ -21,8 +21,8 @@ from moe_samples import make_layer
 
 from vllm_ext.ops.moe import CallOptions, PreparedExperts
 from vllm_ext.ops.moe.triton import align
+from vllm_ext.ops.moe.triton.choice import portable
 from vllm_ext.ops.moe.triton.combine import combine
-from vllm_ext.ops.moe.triton.config import rule
 
 FLAGS = 700
 HALF = torch.float16
@@ -125,7 +125,7 @@ def test_offsets_past_two_to_the_31_do_not_wrap(backend: ModuleType) -> None:
     hidden, inter, place = 16, 16, 1 << 27
     layer = make_layer(experts=1, hidden=hidden, intermediate=inter, groups=(16, 16), top_k=1, tokens=1, dtype=HALF)
     one = backend.prepare(layer.w13, layer.w2, None, None, torch.device("cpu"), HALF)
-    launch, options = rule(1), CallOptions()
+    launch, options = portable(1), CallOptions()
     aligned = backend.align_call(launch, layer.x, layer.ids, None, one)
     inner, sums = backend.gate_up(launch, one, layer.weights, aligned, 1, options)
     expected = backend.down(launch, inner, sums, one, aligned)

@@ -8,11 +8,12 @@ import torch
 import triton.language as tl
 
 from vllm_ext.ops.fused.device import on_its_device
-from vllm_ext.ops.moe.experts import CallOptions, ExpertsMeta, PreparedExperts, experts_meta
+from vllm_ext.ops.moe.experts import CallOptions, PreparedExperts, experts_meta
 from vllm_ext.ops.moe.triton import stream
 from vllm_ext.ops.moe.triton.align import Alignment, TokenForm, align
+from vllm_ext.ops.moe.triton.choice import choose
 from vllm_ext.ops.moe.triton.combine import combine
-from vllm_ext.ops.moe.triton.config import GemmConfig, LaunchConfig, choose
+from vllm_ext.ops.moe.triton.config import GemmConfig, LaunchConfig
 from vllm_ext.ops.moe.triton.dequant import CodeForm, code_form
 from vllm_ext.ops.moe.triton.gemm import down_kernel, gate_up_kernel
 from vllm_ext.ops.moe.triton.launch_sizes import cdiv
@@ -23,8 +24,6 @@ from vllm_ext.ops.triton_device import usable as usable
 from vllm_ext.quantization import QuantizedWeight
 
 NAME = "triton"
-# Of a tile of 64 rows, gate and up.
-_LEAST_COLUMNS = 32
 _FACTOR_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -46,16 +45,6 @@ def prepare(
         if bias is not None:
             tensors[f"{name}_bias"] = interleave_rows(bias.to(device), gated).contiguous()
     return PreparedExperts(meta, tensors)
-
-
-def _sum_width(group_size: int, plane: int) -> int:
-    """Columns of one partial sum of x: a power of two that divides the group, at most a K tile."""
-    return min(group_size & -group_size, PLANES * plane)
-
-
-def _inner_sum_width(group_size: int, plane: int) -> int:
-    """The same for the second GEMM, within the least rows of a tile of the first: equal bits in every configuration."""
-    return min(_sum_width(group_size, plane), _LEAST_COLUMNS)
 
 
 def _factor_words(factors: torch.Tensor) -> tuple[torch.Tensor, tl.dtype]:
@@ -89,8 +78,10 @@ def apply(
     """The layer's output [M, H] in hidden_states' dtype."""
     device = hidden_states.device
     index = device.index if device.type == "cuda" and device.index is not None else -1
-    config = choose(experts.meta, *topk_ids.shape, options.batch_invariant, index)
-    return run(config, hidden_states, experts, topk_weights, topk_ids, expert_map, options)
+    plain = _plain(experts, hidden_states, options)
+    config = choose(experts.meta, *topk_ids.shape, options.batch_invariant, index, plain)
+    config = _served(config, experts, plain)
+    return _launch(config, hidden_states, experts, topk_weights, topk_ids, expert_map, options)
 
 
 def run(
@@ -103,8 +94,19 @@ def run(
     options: CallOptions,
 ) -> torch.Tensor:
     """`apply` with a given configuration; what the tuner times."""
-    meta = experts.meta
     config = served(config, experts, hidden_states, options)
+    return _launch(config, hidden_states, experts, topk_weights, topk_ids, expert_map, options)
+
+
+def _launch(
+    config: LaunchConfig,
+    hidden_states: torch.Tensor,
+    experts: PreparedExperts,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    options: CallOptions,
+) -> torch.Tensor:
     x = hidden_states if hidden_states.stride(1) == 1 else hidden_states.contiguous()
     topk_ids = topk_ids.contiguous()
     topk_weights = topk_weights.contiguous()
@@ -112,18 +114,20 @@ def run(
     aligned = align_call(config, x, topk_ids, expert_map, experts)
     inner, inner_sums = gate_up(config, experts, topk_weights, aligned, topk_ids.shape[1], options)
     slots = down(config, inner, inner_sums, experts, aligned)
-    return combine(
-        slots, topk_ids, topk_weights, expert_map, meta.num_experts, not options.apply_router_weight_on_input
-    )
+    weight_here = not options.apply_router_weight_on_input
+    return combine(slots, topk_ids, topk_weights, expert_map, experts.meta.num_experts, weight_here)
 
 
 def served(
     config: LaunchConfig, experts: PreparedExperts, hidden_states: torch.Tensor, options: CallOptions
 ) -> LaunchConfig:
-    """`config`, with the streaming kernels replaced where they cannot serve the call."""
-    if not (config.gate_up.programs or config.down.programs):
-        return config
-    plain = (
+    """`config`, with the persistent kernels replaced where they cannot serve the call."""
+    return _served(config, experts, _plain(experts, hidden_states, options))
+
+
+def _plain(experts: PreparedExperts, hidden_states: torch.Tensor, options: CallOptions) -> bool:
+    """Whether a call is one that the persistent kernels serve, in sizes that they cover."""
+    return (
         experts.meta.gated
         and "w13_bias" not in experts.tensors
         and "w2_bias" not in experts.tensors
@@ -133,6 +137,11 @@ def served(
         and hidden_states.data_ptr() % 16 == 0
         and stream.usable(hidden_states.device)
     )
+
+
+def _served(config: LaunchConfig, experts: PreparedExperts, plain: bool) -> LaunchConfig:
+    if not (config.gate_up.programs or config.down.programs):
+        return config
     first, second = sizes(experts)
     return LaunchConfig(_or_tiles(config.gate_up, plain, first), _or_tiles(config.down, plain, second))
 
@@ -159,18 +168,10 @@ def _for_tiles_of(gemm: GemmConfig, columns: int) -> GemmConfig:
     return gemm
 
 
-@functools.lru_cache(maxsize=64)
-def _sizes(meta: ExpertsMeta, rows: int, planes: tuple[int, int]) -> tuple[stream.Sizes, stream.Sizes]:
-    width = _sum_width(meta.group_size_w13, planes[0])
-    first = stream.Sizes(meta.hidden_size, rows, meta.group_size_w13, planes[0], width)
-    width = _inner_sum_width(meta.group_size_w2, planes[1])
-    return first, stream.Sizes(meta.intermediate_size, meta.hidden_size, meta.group_size_w2, planes[1], width)
-
-
 def sizes(experts: PreparedExperts) -> tuple[stream.Sizes, stream.Sizes]:
     """What the kernels must know about w13 and w2."""
     words, other = experts.tensors["w13_words"], experts.tensors["w2_words"]
-    return _sizes(experts.meta, words.shape[2], (words.shape[3], other.shape[3]))
+    return stream.layer_sizes(experts.meta, (words.shape[3], other.shape[3]))
 
 
 def _sparse(config: LaunchConfig) -> tuple[bool, bool]:
@@ -192,7 +193,7 @@ def align_call(
     meta = experts.meta
     plane = experts.tensors["w13_words"].shape[3]
     form = _form(config.gate_up, x.dtype, meta.group_size_w13, plane)
-    token = TokenForm(_sum_width(meta.group_size_w13, plane), plane, form.activation_exponent, form.plane_step)
+    token = TokenForm(stream.sum_width(meta.group_size_w13, plane), plane, form.activation_exponent, form.plane_step)
     blocks = (config.gate_up.block_tokens, config.down.block_tokens)
     num_flags = sum(stream.flag_count(gemm, x.device) for gemm in (config.gate_up, config.down))
     return align(x, topk_ids, expert_map, meta.num_experts, blocks, token, num_flags=num_flags, sparse=_sparse(config))
@@ -213,7 +214,7 @@ def gate_up(
     rows, plane = words.shape[2], words.shape[3]
     tiles = cdiv(rows, gemm.block_rows)
     stride = rows // 2 if meta.gated else rows
-    sum_width = _inner_sum_width(meta.group_size_w2, tensors["w2_words"].shape[3])
+    sum_width = stream.inner_sum_width(meta.group_size_w2, tensors["w2_words"].shape[3])
     inner = torch.empty(aligned.sorted_slots.shape[0], stride, dtype=x.dtype, device=x.device)
     sums = torch.empty(inner.shape[0], cdiv(stride, sum_width), dtype=torch.float32, device=x.device)
     asm = _asm(x.dtype)
@@ -244,7 +245,7 @@ def gate_up(
         options.swiglu_alpha,
         options.swiglu_limit,
         TOP_K=top_k,
-        SHAPE=(meta.hidden_size, rows, meta.group_size_w13, plane, _sum_width(meta.group_size_w13, plane)),
+        SHAPE=(meta.hidden_size, rows, meta.group_size_w13, plane, stream.sum_width(meta.group_size_w13, plane)),
         FACTOR_DTYPE=factor_dtype,
         OUT_STRIDE=stride,
         OUT_SUM_WIDTH=sum_width,
@@ -277,6 +278,7 @@ def down(
     words = tensors["w2_words"]
     factors, factor_dtype = _factor_words(tensors["w2_factors"])
     rows, plane = words.shape[2], words.shape[3]
+    sum_width = stream.inner_sum_width(meta.group_size_w2, plane)
     out = torch.empty(inner.shape[0], meta.hidden_size, dtype=inner.dtype, device=inner.device)
     asm = _asm(inner.dtype)
     form = _form(gemm, inner.dtype, meta.group_size_w2, plane)
@@ -297,7 +299,7 @@ def down(
         aligned.down_blocks,
         out,
         meta.num_experts,
-        SHAPE=(meta.intermediate_size, rows, meta.group_size_w2, plane, _inner_sum_width(meta.group_size_w2, plane)),
+        SHAPE=(meta.intermediate_size, rows, meta.group_size_w2, plane, sum_width),
         FACTOR_DTYPE=factor_dtype,
         X_STRIDE=inner.shape[1],
         X_SUMS=sums.shape[1],

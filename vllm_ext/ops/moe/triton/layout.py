@@ -46,6 +46,12 @@ def plane_width(columns: int, group_size: int) -> int:
     return next(width for width in usable if padded[width] <= least * _PADDING_TOLERANCE)
 
 
+def padded_rows(rows: int, gated: bool) -> int:
+    """Rows in kernel order of `rows` output features, or, gated, of so many gate and as many up rows."""
+    align = ROW_ALIGN // 2 if gated else ROW_ALIGN
+    return -(-rows // align) * align * (2 if gated else 1)
+
+
 def interleave_rows(tensor: torch.Tensor, gated: bool) -> torch.Tensor:
     """[E, N, ...] to [E, rows, ...]: rows padded with zeros to a multiple of 16, gate and up rows eight about eight.
 

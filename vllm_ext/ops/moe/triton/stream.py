@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from vllm_ext.ops.moe.experts import ExpertsMeta
 from vllm_ext.ops.moe.triton.config import GemmConfig
 from vllm_ext.ops.moe.triton.dequant import CodeForm
+from vllm_ext.ops.moe.triton.layout import PLANES, padded_rows
 
 CAPABILITY = (9, 0)
 _WARP_LANES = 32
@@ -26,6 +28,10 @@ _HALF, _COLUMNS = 128, 64  # of one product of `wide_kernel.py`
 _MANY_TOKENS = 64
 # 128 bytes: with lines of 32, as planes of 16 have them, layers took 3 to 6% longer.
 _LINE_WORDS = 64
+# A consumer holds one tile while it waits for the next; with no more than that the copies would wait for it.
+_LEAST_STAGES = 3
+# Of a tile of 64 rows, gate and up.
+_LEAST_COLUMNS = 32
 _SHORT = {16: 8, 32: 16, 64: 16, 128: 32}
 
 
@@ -45,14 +51,33 @@ class Sizes:
     sum_width: int
 
     def covered(self, gemm: GemmConfig) -> bool:
-        """Whether whole tiles cover the weight, in whole groups."""
-        tile = 4 * self.plane
+        """Whether whole tiles cover the weight, in whole groups, and shared memory holds a ring of them."""
+        tile = PLANES * self.plane
         # A shorter last group would have no place in the factors as the producers find them.
-        whole = self.group % tile == 0 and self.columns % self.group == 0
+        whole = self.group % tile == 0 and self.columns % self.group == 0 and _room(gemm, self) >= _LEAST_STAGES
         if wide(gemm):
             halves = gemm.block_rows // _HALF
             return whole and self.rows % _HALF == 0 and (halves == 2 or (halves == 1 and tile == 2 * _COLUMNS))
         return whole and self.rows % gemm.block_rows == 0
+
+
+def sum_width(group_size: int, plane: int) -> int:
+    """Columns of one partial sum of x: a power of two that divides the group, at most a K tile."""
+    return min(group_size & -group_size, PLANES * plane)
+
+
+def inner_sum_width(group_size: int, plane: int) -> int:
+    """The same for the second GEMM, within the least rows of a tile of the first: equal bits in every configuration."""
+    return min(sum_width(group_size, plane), _LEAST_COLUMNS)
+
+
+@functools.lru_cache(maxsize=64)
+def layer_sizes(meta: ExpertsMeta, planes: tuple[int, int]) -> tuple[Sizes, Sizes]:
+    """Both GEMMs of a layer whose weights are laid out in planes of so many columns."""
+    width, rows = sum_width(meta.group_size_w13, planes[0]), padded_rows(meta.intermediate_size, meta.gated)
+    first = Sizes(meta.hidden_size, rows, meta.group_size_w13, planes[0], width)
+    width = inner_sum_width(meta.group_size_w2, planes[1])
+    return first, Sizes(meta.intermediate_size, meta.hidden_size, meta.group_size_w2, planes[1], width)
 
 
 @functools.lru_cache(maxsize=16)
@@ -107,16 +132,21 @@ def product_rows(gemm: GemmConfig) -> int:
     return half if half >= 16 * gemm.num_warps and fits else gemm.block_rows
 
 
-def stages(gemm: GemmConfig, sizes: Sizes) -> int:
-    """Tiles in the ring: what the configuration asks for, or as many as shared memory holds."""
-    tile = 4 * sizes.plane
+def _room(gemm: GemmConfig, sizes: Sizes) -> int:
+    """Tiles that a program's part of the shared memory holds."""
+    tile = PLANES * sizes.plane
     stage = gemm.block_rows * (tile // 2 + 4) + gemm.block_tokens * tile * 2 + 16 + 8 * gemm.apart
     rest = gemm.block_rows * gemm.block_tokens + 1024
     if wide(gemm):
         rest = 6144 + -(-sizes.columns // sizes.sum_width // 16) * gemm.block_tokens * 64
     else:
         stage += gemm.block_tokens * tile // sizes.sum_width * 4
-    return max(1, min(gemm.num_stages, (_SHARED_MEMORY // gemm.programs - 1024 - rest) // stage))
+    return (_SHARED_MEMORY // gemm.programs - 1024 - rest) // stage
+
+
+def stages(gemm: GemmConfig, sizes: Sizes) -> int:
+    """Tiles in the ring: what the configuration asks for, or as many as shared memory holds."""
+    return min(gemm.num_stages, _room(gemm, sizes))
 
 
 @functools.lru_cache(maxsize=1)
