@@ -50,6 +50,7 @@ STREAMED = {
 }
 ODD = Shape("odd sizes", 200, 88, 6, 3, 32, 8, "silu")
 NARROW = Shape("narrow", 576, 192, 16, 2, 64, 64, "silu")
+UNTUNED = Shape("untuned", 640, 320, 24, 3, 128, 64, "silu")
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,10 @@ def cases(small: bool) -> list[Case]:
     made += [Case(replace(qwen, group_w2=64), m) for m in (64, 256, 1024)]
     # Past 2^31 elements; sums of rows shorter than 1024, between 513 and 1024 slots; two of the rule's configurations.
     made += [Case(dg, 131072), Case(NARROW, 400, batch_invariant=True), Case(tiny, 128, padding=True)]
-    return [*made, Case(dg, 128, padding=True), Case(dg, 16, padding=True)]
+    made += [Case(dg, 128, padding=True), Case(dg, 16, padding=True)]
+    # Of no table: what the rule takes for few slots and many, whole and halved.
+    made += [Case(UNTUNED, m) for m in (1, 9, 70, 300, 1100, 5000)] + [Case(UNTUNED, 70, dtype=torch.float16)]
+    return [*made, Case(UNTUNED, 128, padding=True), Case(UNTUNED, 16, padding=True)]
 
 
 class Built:
