@@ -15,6 +15,7 @@ batch must be what it reads. Marlin needs a GPU: on a CPU its arm is refused, an
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import signal
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ext.benchmarks.registry import RESULTS, describe_run, write_json
-from vllm_ext.benchmarks.serve_arms import ARMS, BASE, Serving, await_arms, cells, host_settings, start_arms
+from vllm_ext.benchmarks.serve_arms import ARMS, BASE, LAYOUTS, Serving, await_arms, cells, start_arms
 from vllm_ext.benchmarks.serve_checkpoints import (
     BF16,
     PACKED,
@@ -202,7 +203,7 @@ def time_arms(serving: Serving, number: int, args: argparse.Namespace) -> None:
     rows = summarise(plan, serving.rounds, args.arms)
     serving.document["rows"] = add_bounds(rows, serving.shape, args.layers)
     write_json(serving.output, serving.document)
-    print(f"{serving.document['options']['shape']}: round {number + 1} of {args.rounds}", flush=True)
+    print(f"{serving.label}: round {number + 1} of {args.rounds}", flush=True)
 
 
 def trace_arms(serving: Serving, args: argparse.Namespace, deadline: float) -> None:
@@ -239,7 +240,7 @@ def measure(args: argparse.Namespace, servings: list[Serving], folder: Path) -> 
     paths = {}
     try:
         for serving in servings:
-            own = folder / str(serving.document["options"]["shape"])
+            own = folder / serving.label.replace(" ", "_")
             own.mkdir(parents=True, exist_ok=True)
             paths[own] = _paths(args, serving.shape, own)
             if args.loading:
@@ -299,10 +300,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
     parser.add_argument("--attention-backend", help="default: vLLM's choice")
     parser.add_argument(
-        "--vllm-defaults",
-        action="store_true",
-        help="engines as vLLM starts them: its older model runner, the core in a process of its own, a group of the KV "
-        "cache for each kind of layer, which a GPU waits for where layers are few; default: none of these on a GPU",
+        "--layout",
+        nargs="+",
+        choices=LAYOUTS,
+        help="of an engine on the host: vLLM's default, or with its newer model runner and one group of the KV cache, "
+        "in one process or in three; several take turns like shapes. Default: one on a GPU, else vLLM's",
     )
     parser.add_argument("--loading", action="store_true", help="also measure loading: time and peak memory; --files")
     parser.add_argument(
@@ -337,13 +339,14 @@ def run(args: argparse.Namespace) -> int:
     # Where a run kept its files says nothing about what it measured.
     options = {name: value for name, value in vars(args).items() if name not in ("workdir", "output_dir")}
     described = describe_run()
+    layouts = args.layout or ["one" if described["gpus"] else "default"]
     servings = []
-    for name in args.shape:
+    for name, layout in itertools.product(args.shape, layouts):
         document = {
             "benchmark": "serve",
             "run": described,
-            "options": {**options, "shape": name},
-            "host": host_settings(args, described["gpus"]),
+            "options": {**options, "shape": name, "layout": layout},
+            "host": LAYOUTS[layout],
             "model": {**SHAPES[name].fields, "note": SHAPES[name].note},
             "failed": {},
             "ready_seconds": {},
@@ -351,7 +354,9 @@ def run(args: argparse.Namespace) -> int:
             "rows": [],
         }
         depth = "" if args.layers == LAYERS else f"_{args.layers}_layers"
-        servings.append(Serving(SHAPES[name], args.output_dir / f"serve_{name.lower()}{depth}.json", document))
+        several = f"_{layout}" if len(layouts) > 1 else ""
+        output = args.output_dir / f"serve_{name.lower()}{depth}{several}.json"
+        servings.append(Serving(SHAPES[name], output, document))
     try:
         measure(args, servings, folder)
     finally:

@@ -38,18 +38,18 @@ ARMS = {
 }
 
 
-# What all arms' engines have besides vLLM's defaults, so that the host bounds fewer steps: figures in docs/vllm.md.
-ON_ONE_HOST: dict[str, dict[str, Any]] = {
-    "environment": {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-    # A model of sliding and full attention has six groups of layers otherwise, each with tables of its own.
-    "options": {"disable_hybrid_kv_cache_manager": True},
+# How engines are laid out on the host, the same for all arms: the environment and options that they have besides what
+# a run needs. vLLM's own layout leaves the GPU waiting where layers are few: figures in docs/vllm.md.
+_NEWER = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+# A model of sliding and full attention has six groups of layers otherwise, each with tables of its own.
+_ONE_GROUP = {"disable_hybrid_kv_cache_manager": True}
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
+    "default": {"environment": {}, "options": {}},
+    # Front, scheduler and worker in one process.
+    "one": {"environment": {**_NEWER, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, "options": _ONE_GROUP},
+    # Each in a process of its own.
+    "three": {"environment": _NEWER, "options": {**_ONE_GROUP, "distributed_executor_backend": "mp"}},
 }
-
-
-def host_settings(args: argparse.Namespace, gpus: list[str]) -> dict[str, dict[str, Any]]:
-    """The environment and the options of every arm's engine that are there for the host. vLLM's CPU build has none of
-    these."""
-    return ON_ONE_HOST if gpus and not args.vllm_defaults else {"environment": {}, "options": {}}
 
 
 def kv_cache_bytes(config: dict[str, Any], args: argparse.Namespace) -> int:
@@ -88,9 +88,14 @@ class Serving:
     engines: dict[str, EngineProcess] = field(default_factory=dict)
     rounds: list[dict[str, dict[str, dict[str, float]]]] = field(default_factory=list)
 
+    @property
+    def label(self) -> str:
+        """What tells it from the others of a run."""
+        return f"{self.document['options']['shape']} {self.document['options'].get('layout', '')}".strip()
+
     def drop(self, name: str, reason: str) -> None:
         """Go on without an arm, and keep its log beside the document."""
-        print(f"{self.document['options']['shape']}, {name}: {reason}", file=sys.stderr, flush=True)
+        print(f"{self.label}, {name}: {reason}", file=sys.stderr, flush=True)
         self.document["failed"][name] = reason
         engine = self.engines.pop(name)
         engine.close(1)
@@ -132,7 +137,7 @@ def await_arms(serving: Serving, deadline: float) -> None:
             serving.drop(name, str(error))
         else:
             serving.document["ready_seconds"][name] = seconds
-            print(f"{serving.document['options']['shape']}, {name}: ready after {seconds:.0f} s", flush=True)
+            print(f"{serving.label}, {name}: ready after {seconds:.0f} s", flush=True)
 
 
 def cells(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -314,18 +314,17 @@ def test_kv_cache_holds_the_largest_batch():
 
 
 @pytest.mark.parametrize(
-    ("gpus", "defaults", "expected"), [(["H200"], False, True), (["H200"], True, False), ([], False, False)]
+    ("gpus", "asked_for", "expected"),
+    [(["H200"], [], ["one"]), ([], [], ["default"]), (["H200"], ["one", "three"], ["one", "three"])],
 )
-def test_what_the_host_is_spared_is_the_same_for_every_arm_and_recorded(
-    tmp_path, monkeypatch, gpus, defaults, expected
-):
+def test_a_layout_is_the_same_for_every_arm_and_recorded(tmp_path, monkeypatch, gpus, asked_for, expected):
     """A setting that one arm alone had would be measured as its kernels' doing."""
     asked = ["--arms", *serve_arms.ARMS, "--shape", "tiny", "--output-dir", str(tmp_path), "--workdir", str(tmp_path)]
     started = {}
 
     class Started:
         def __init__(self, context, name, spec, folder, environment, cache):
-            started[name] = (spec["options"], environment)
+            started.setdefault(folder.name, {})[name] = (spec["options"], environment)
 
         def answer(self, timeout):
             raise RuntimeError("not to be timed")
@@ -339,15 +338,18 @@ def test_what_the_host_is_spared_is_the_same_for_every_arm_and_recorded(
     monkeypatch.setattr(serve, "import_vllm_once", lambda: None)
     monkeypatch.setattr(serve, "inspect_models", lambda *arguments: None)
     monkeypatch.setattr(serve, "describe_run", lambda: {"gpus": gpus})
-    assert serve.main([*asked, *(["--vllm-defaults"] if defaults else [])]) == 1
-    assert started.keys() == serve_arms.ARMS.keys()
-    recorded = json.loads((tmp_path / "serve_tiny.json").read_text())["host"]
-    assert bool(recorded["environment"]) is bool(recorded["options"]) is expected
-    for options, environment in started.values():
-        assert environment.items() >= recorded["environment"].items()
-        assert ("VLLM_USE_V2_MODEL_RUNNER" in environment) is expected
-        assert options.items() >= recorded["options"].items()
-        assert ("disable_hybrid_kv_cache_manager" in options) is expected
+    assert serve.main([*asked, *(["--layout", *asked_for] if asked_for else [])]) == 1
+    assert started.keys() == {f"tiny_{layout}" for layout in expected}
+    for layout in expected:
+        suffix = f"_{layout}" if len(expected) > 1 else ""
+        document = json.loads((tmp_path / f"serve_tiny{suffix}.json").read_text())
+        assert document["host"] == serve_arms.LAYOUTS[layout]
+        arms = started[f"tiny_{layout}"]
+        assert arms.keys() == serve_arms.ARMS.keys()
+        for options, environment in arms.values():
+            for one, given in ((options, "options"), (environment, "environment")):
+                known = {key for other in serve_arms.LAYOUTS.values() for key in other[given]}
+                assert {key: one[key] for key in known & one.keys()} == document["host"][given]
 
 
 @pytest.mark.vllm
