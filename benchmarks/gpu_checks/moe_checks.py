@@ -101,7 +101,9 @@ def cases(small: bool) -> list[Case]:
     made += [Case(dg, 128, padding=True), Case(dg, 16, padding=True)]
     # Of no table: what the rule takes for few slots and many, whole and halved.
     made += [Case(UNTUNED, m) for m in (1, 9, 70, 300, 1100, 5000)] + [Case(UNTUNED, 70, dtype=torch.float16)]
-    return [*made, Case(UNTUNED, 128, padding=True), Case(UNTUNED, 16, padding=True)]
+    made += [Case(UNTUNED, 128, padding=True), Case(UNTUNED, 16, padding=True)]
+    # 704 columns are five groups of 128 and a half.
+    return made + [Case(replace(dg, group_w2=128), m) for m in (64, 1024)]
 
 
 class Built:
