@@ -207,8 +207,8 @@ def plan(shape: Shape, tokens: int, experts: PreparedExperts, device_index: int)
     """A search that starts with the table's configuration, or the rule's."""
     device = experts.tensors["w13_words"].device
     plain = not shape.bias and stream.usable(device)
-    start = choice.choose(experts.meta, tokens, shape.top_k, False, device_index, plain)
-    rule = choice.rule(experts.meta, tokens, shape.top_k, plain)
+    start = choice.choose(experts.meta, tokens, shape.top_k, shape.experts, False, device_index, plain)
+    rule = choice.rule(experts.meta, tokens, shape.top_k, shape.experts, plain)
     firsts, seconds = candidates(tokens * shape.top_k / shape.experts, backend.sizes(experts), plain)
     return Plan(shape, tokens, start, rule, firsts, seconds)
 
@@ -308,7 +308,7 @@ def tune(
                 f"{cell.seen[wanted.rule]:.4f}, portable {cell.seen[tiles]:.4f}: "
                 f"{_short(best.gate_up)} | {_short(best.down)}"
             )
-            yield config.shape_key(experts.meta, shape.top_k), f"{wanted.slots:g}", best.to_json()
+            yield config.shape_key(experts.meta, shape.experts, shape.top_k), f"{wanted.slots:g}", best.to_json()
         torch.cuda.empty_cache()
 
 

@@ -71,7 +71,7 @@ def run_cells(cells: list[str]) -> None:
         if name not in made:
             made[name] = prepare_triton(*random_experts(shape, "float", device), {})
         layer = Layer(shape, made[name], int(tokens), 1)
-        launch = choice.choose(made[name].meta, int(tokens), shape.top_k, False, device.index, True)
+        launch = choice.choose(made[name].meta, int(tokens), shape.top_k, shape.experts, False, device.index, True)
         layers.append(layer.whole(launch)[0])
     for layer_call in layers:
         layer_call()

@@ -168,7 +168,7 @@ def test_a_search_starts_with_what_would_be_launched(monkeypatch: pytest.MonkeyP
     wanted = tune_moe.plan(shape, 64, experts, 0)
     choice.choose.cache_clear()
     assert wanted.slots == 8
-    assert wanted.start == choice.persistent(experts.meta, 64, 8)
+    assert wanted.start == choice.persistent(experts.meta, 64, 8, 64)
     assert wanted.rule == wanted.start
     assert {wanted.rule, choice.portable(8)} <= set(replace(wanted, start=choice.portable(1)).layers())
 

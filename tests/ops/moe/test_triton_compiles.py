@@ -123,7 +123,7 @@ def test_what_is_launched_without_a_table_fits_every_gpu(capability: int) -> Non
     """Capabilities 8.6, 8.9 and 12.0 have 99 KiB of shared memory a program; tiles in FP32 are twice as large."""
     for dtype in TYPES:
         meta = ExpertsMeta("triton", 8, 2048, 768, 128, 128, True, "float", dtype)
-        for gemm in {choose(meta, tokens, 2, False, -1, False).down for tokens in (4, 64, 4096)}:
+        for gemm in {choose(meta, tokens, 2, 8, False, -1, False).down for tokens in (4, 64, 4096)}:
             assert compile_down(capability, dtype, gemm).metadata.shared <= 99 << 10, (dtype, gemm)
 
 

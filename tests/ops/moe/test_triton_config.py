@@ -208,14 +208,40 @@ def test_scales_wider_than_the_activations_are_narrowed() -> None:
 
 
 def test_a_tuned_shape_takes_the_row_below_its_slots_an_expert(h200: None) -> None:
-    rows = config.load_table("NVIDIA H200")[config.shape_key(META, 8)]
+    rows = config.load_table("NVIDIA H200")[config.shape_key(META, 128, 8)]
     keys = sorted(rows, key=float)
     for key in keys:
         tokens = round(float(key) * META.num_experts / 8)
-        assert choice.choose(META, tokens, 8, False, 0, True) == config.LaunchConfig.from_json(rows[key])
+        assert choice.choose(META, tokens, 8, 128, False, 0, True) == config.LaunchConfig.from_json(rows[key])
     assert choice.row({"2": None, "0.5": None, "16": None}, 0.1) == "0.5"
     above = config.LaunchConfig.from_json(rows[keys[-1]])
-    assert choice.choose(META, 131072, 8, False, 0, True) == above
+    assert choice.choose(META, 131072, 8, 128, False, 0, True) == above
+
+
+def test_a_rank_that_holds_some_experts_takes_the_rows_of_all(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots are spread over all ranks' experts: counted over one rank's they were twice as many as there are, and a
+    table that holds the model knew nothing of its halves."""
+    whole, half = META, replace(META, num_experts=64)
+    for tokens in (1, 64, 1024):
+        chosen = choice.choose(half, tokens, 8, 128, False, 0, True)
+        assert chosen == choice.choose(whole, tokens, 8, 128, False, 0, True)
+    asked: list[int] = []
+
+    def choose(meta: Any, tokens: int, top_k: int, num_global: int, *others: Any) -> config.LaunchConfig:
+        asked.append(num_global)
+        return choice.portable(1)
+
+    monkeypatch.setattr(backend, "choose", choose)
+    monkeypatch.setattr(backend, "_plain", lambda *call: False)
+    monkeypatch.setattr(backend, "_launch", lambda *call: None)
+    experts, ids = SimpleNamespace(meta=half), torch.zeros(4, 8, dtype=torch.int32)
+    for expert_map in (torch.zeros(128, dtype=torch.int32), None):
+        backend.apply(torch.zeros(4, 2816), experts, None, ids, expert_map, CallOptions())
+    assert asked == [128, 64]
+    unknown = replace(META, intermediate_size=1408, num_experts=30)
+    assert choice.choose(unknown, 64, 4, 60, False, 0, True) == choice.persistent(unknown, 64, 4, 60)
+    assert choice.choose(unknown, 256, 4, 60, False, 0, False) == choice.portable(256 * 4 / 60)
+    assert choice.persistent(unknown, 64, 4, 60) != choice.persistent(unknown, 64, 4, 30)
 
 
 def test_rows_for_group_sizes_go_before_the_shapes(h200: None) -> None:
@@ -223,11 +249,12 @@ def test_rows_for_group_sizes_go_before_the_shapes(h200: None) -> None:
     256 tokens, where 0.126 are to be had."""
     by_128 = ExpertsMeta("triton", 128, 2048, 768, 128, 128, True, "float", torch.bfloat16)
     by_64 = replace(by_128, group_size_w2=64)
-    chosen = choice.choose(by_64, 256, 8, False, 0, True)
+    chosen = choice.choose(by_64, 256, 8, 128, False, 0, True)
     assert chosen.down == config.GemmConfig(32, 256, 8, 24, "operand", programs=2)
-    assert chosen.down != choice.choose(by_128, 256, 8, False, 0, True).down
+    assert chosen.down != choice.choose(by_128, 256, 8, 128, False, 0, True).down
     for tokens in (1, 64, 4096):
-        assert choice.choose(by_64, tokens, 8, False, 0, True) == choice.choose(by_128, tokens, 8, False, 0, True)
+        one, other = (choice.choose(meta, tokens, 8, 128, False, 0, True) for meta in (by_64, by_128))
+        assert one == other
 
 
 def test_small_kernels_ask_once_for_all_memory_as_shared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,8 +279,8 @@ def test_a_shape_without_a_table_takes_a_rule(h200: None, plain: bool) -> None:
     slower. With biases, say, the portable one."""
     unknown = ExpertsMeta("triton", 60, 2048, 1408, 128, 64, True, "float", torch.bfloat16)
     for tokens in (1, 100, 5000):
-        rule = choice.persistent(unknown, tokens, 4) if plain else choice.portable(tokens * 4 / 60)
-        assert choice.choose(unknown, tokens, 4, False, 0, plain) == rule
+        rule = choice.persistent(unknown, tokens, 4, 60) if plain else choice.portable(tokens * 4 / 60)
+        assert choice.choose(unknown, tokens, 4, 60, False, 0, plain) == rule
         assert bool(rule.down.programs) == plain
 
 
@@ -268,10 +295,10 @@ def test_the_rule_asks_for_nothing_that_would_be_replaced_or_not_fit(
     """Whole tiles, whole groups, a ring of three tiles at least, registers for every program; and one configuration
     from 8 tokens to 16 and from 64 to 128, so that a batch half of padding is launched as without it (C08)."""
     meta = ExpertsMeta("triton", experts, hidden, inter, group_w13, group_w2, True, "float", torch.bfloat16)
-    launch = choice.persistent(meta, tokens, top_k)
+    launch = choice.persistent(meta, tokens, top_k, experts)
     assert_accepted(launch, meta)
     for size in (8, 64):
-        one, other = (choice.persistent(meta, count, top_k) for count in (size, 2 * size))
+        one, other = (choice.persistent(meta, count, top_k, experts) for count in (size, 2 * size))
         for gemm, half in ((one.gate_up, other.gate_up), (one.down, other.down)):
             assert gemm == half or not (gemm.programs or half.programs)
 
@@ -281,7 +308,7 @@ def test_the_rule_takes_persistent_programs_for_sizes_of_models(tokens: int, blo
     """Mixtral's second GEMM has 448 sums of 32 columns: at 128 slots they alone would take all shared memory."""
     for hidden, inter in ((2048, 1408), (4096, 1536), (2304, 1024), (2048, 768)):
         meta = ExpertsMeta("triton", 128, hidden, inter, 128, 64, True, "float", torch.bfloat16)
-        launch = choice.persistent(meta, tokens, 8)
+        launch = choice.persistent(meta, tokens, 8, 128)
         assert launch.down.programs
         assert launch.down.block_tokens == blocks
     mixtral = ExpertsMeta("triton", 8, 4096, 14336, 128, 64, True, "float", torch.bfloat16)
@@ -289,7 +316,7 @@ def test_the_rule_takes_persistent_programs_for_sizes_of_models(tokens: int, blo
     many = choice.wide(128, 256, 8, 1)
     assert first.covered(many)
     assert not second.covered(many)
-    launch = choice.persistent(mixtral, 4096, 2)
+    launch = choice.persistent(mixtral, 4096, 2, 8)
     assert launch.gate_up.programs
     assert not launch.down.programs
 
@@ -298,14 +325,14 @@ def test_the_rule_leaves_no_multiprocessor_idle_where_few_experts_are_hit() -> N
     """Seven of eight experts are 115 pieces of 256 rows, for 132 multiprocessors: 15% slower than pieces of 64."""
     few = ExpertsMeta("triton", 8, 4096, 14336, 128, 64, True, "float", torch.bfloat16)
     many = replace(few, num_experts=64)
-    assert [choice.persistent(few, tokens, 2).down.block_rows for tokens in (1, 8, 32)] == [64, 64, 64]
-    assert choice.persistent(many, 256, 2).down.block_rows == 256
+    assert [choice.persistent(few, tokens, 2, 8).down.block_rows for tokens in (1, 8, 32)] == [64, 64, 64]
+    assert choice.persistent(many, 256, 2, 64).down.block_rows == 256
 
 
 def test_a_gpu_without_a_table_takes_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "_device_name", lambda index: "NVIDIA A10")
     choice.choose.cache_clear()
-    assert choice.choose(META, 64, 8, False, 0, False) == choice.portable(4)
+    assert choice.choose(META, 64, 8, 128, False, 0, False) == choice.portable(4)
     choice.choose.cache_clear()
 
 
@@ -320,7 +347,7 @@ def test_the_rule_takes_larger_blocks_for_more_slots_an_expert() -> None:
 
 
 def test_a_batch_invariant_call_is_launched_alike_at_every_size(h200: None) -> None:
-    assert len({choice.choose(META, tokens, 8, True, 0, True) for tokens in (1, 8, 64, 4096, 131072)}) == 1
+    assert len({choice.choose(META, tokens, 8, 128, True, 0, True) for tokens in (1, 8, 64, 4096, 131072)}) == 1
 
 
 @pytest.mark.parametrize(("capability", "found"), [((7, 5), "reference"), ((8, 0), "triton"), ((12, 0), "triton")])

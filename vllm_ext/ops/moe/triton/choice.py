@@ -75,20 +75,20 @@ def portable(slots_per_expert: float) -> LaunchConfig:
     return config
 
 
-def persistent(meta: ExpertsMeta, num_tokens: int, top_k: int) -> LaunchConfig:
+def persistent(meta: ExpertsMeta, num_tokens: int, top_k: int, num_global: int) -> LaunchConfig:
     """The rule for calls that the persistent kernels serve: those wherever they cover a weight, else as `portable`."""
     tokens = max(size for size in RULE_TOKENS if size <= max(num_tokens, 1))
-    slots, tiles = tokens * top_k / meta.num_experts, portable(num_tokens * top_k / meta.num_experts)
+    slots, tiles = tokens * top_k / num_global, portable(num_tokens * top_k / num_global)
     first, second = sizes_of(meta)
-    hit = meta.num_experts * (1 - (1 - min(1, top_k / meta.num_experts)) ** tokens)
+    hit = meta.num_experts * (1 - (1 - min(1, top_k / num_global)) ** tokens)
     return LaunchConfig(
         _preferred(_GATE_UP, slots, first, hit) or tiles.gate_up, _preferred(_DOWN, slots, second, hit) or tiles.down
     )
 
 
-def rule(meta: ExpertsMeta, num_tokens: int, top_k: int, plain: bool) -> LaunchConfig:
+def rule(meta: ExpertsMeta, num_tokens: int, top_k: int, num_global: int, plain: bool) -> LaunchConfig:
     """What is launched where no table has the shape; plain: whether the persistent kernels serve the call."""
-    return persistent(meta, num_tokens, top_k) if plain else portable(num_tokens * top_k / meta.num_experts)
+    return persistent(meta, num_tokens, top_k, num_global) if plain else portable(num_tokens * top_k / num_global)
 
 
 def sizes_of(meta: ExpertsMeta) -> tuple[stream.Sizes, stream.Sizes]:
@@ -135,22 +135,32 @@ def _device_name(index: int) -> str:
 
 @lru_cache(maxsize=4096)
 def choose(
-    meta: ExpertsMeta, num_tokens: int, top_k: int, batch_invariant: bool, device_index: int, plain: bool
+    meta: ExpertsMeta,
+    num_tokens: int,
+    top_k: int,
+    num_global: int,
+    batch_invariant: bool,
+    device_index: int,
+    plain: bool,
 ) -> LaunchConfig:
-    """The configuration for a call. device_index -1 is the interpreter; plain: whether the persistent kernels serve it.
+    """The configuration for a call.
+
+    num_global    experts that slots are spread over: all ranks', of which meta has this one's
+    device_index  -1 is the interpreter
+    plain         whether the persistent kernels serve the call
 
     The table is looked up by the number of slots an expert gets on average, nearest below in its rows; a shape that it
-    lacks takes the rows of no other shape but a rule. Rows for given group sizes go before those of the shape. A
-    batch-invariant call takes one configuration for all sizes, and so does every call in FP32.
+    lacks takes the rows of no other shape but a rule. A rank that holds some of a shape's experts takes the shape's.
+    Rows for given group sizes go before those of the shape. A batch-invariant call takes one configuration for all
+    sizes, and so does every call in FP32.
     """
-    per_expert = num_tokens * top_k / meta.num_experts
     if meta.dtype == torch.float32:
         return _FP32
     if batch_invariant:
         return portable(_BATCH_INVARIANT_TOKENS / 2)
     table = load_table(_device_name(device_index)) if device_index >= 0 else {}
-    key = shape_key(meta, top_k)
+    key = shape_key(meta, num_global, top_k)
     rows = table.get(key, {}) | table.get(f"{key}_{group_key(meta)}", {})
     if rows:
-        return LaunchConfig.from_json(rows[row(rows, per_expert)])
-    return rule(meta, num_tokens, top_k, plain)
+        return LaunchConfig.from_json(rows[row(rows, num_tokens * top_k / num_global)])
+    return rule(meta, num_tokens, top_k, num_global, plain)

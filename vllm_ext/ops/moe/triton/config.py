@@ -62,9 +62,9 @@ def table_path(device_name: str) -> Path:
     return _TABLES / (device_name.replace(" ", "_").replace("/", "_") + ".json")
 
 
-def shape_key(meta: ExpertsMeta, top_k: int) -> str:
-    """A shape's name in a table."""
-    return f"H{meta.hidden_size}_I{meta.intermediate_size}_E{meta.num_experts}_K{top_k}"
+def shape_key(meta: ExpertsMeta, num_experts: int, top_k: int) -> str:
+    """A shape's name in a table; `num_experts` are all ranks'."""
+    return f"H{meta.hidden_size}_I{meta.intermediate_size}_E{num_experts}_K{top_k}"
 
 
 def group_key(meta: ExpertsMeta) -> str:
