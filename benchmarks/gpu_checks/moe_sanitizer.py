@@ -39,8 +39,8 @@ from _sanitizer_reports import HandOver, hand_over, hazards, summary
 from moe_checks import STREAMED, TOLERANCE, Built, Case, poison
 from vllm_ext.benchmarks.moe_common import FAMILIES, SHAPES, Shape, relative_error
 
-from vllm_ext.ops.moe.experts import CallOptions
-from vllm_ext.ops.moe.triton import backend, config, stream
+from vllm_ext.ops.moe.experts import CallOptions, ExpertsMeta
+from vllm_ext.ops.moe.triton import backend, choice, config, stream
 from vllm_ext.ops.moe.triton.config import GemmConfig, LaunchConfig
 
 TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")
@@ -65,7 +65,7 @@ class Layer:
 
 
 def layers() -> list[Layer]:
-    """The tables' pairs, each once a group size, then the persistent kernels that `moe_checks` asks for."""
+    """The tables' pairs, each once a group size, the rule's, and the persistent kernels that `moe_checks` asks for."""
     made: dict[tuple[Any, ...], Layer] = {}
     for path in sorted((Path(config.__file__).parent / "configs").glob("*.json")):
         table = json.loads(path.read_text(encoding="utf-8"))["shapes"]
@@ -78,6 +78,10 @@ def layers() -> list[Layer]:
                 name = f"{shape.name}, groups of {groups[1]}, {slots} slots an expert"
                 layer = Layer(name, launch, *groups, shape.activation)
                 made.setdefault((launch, *groups), layer)
+    untuned = ExpertsMeta("triton", 64, 2048, 1536, 128, 64, True, "float", torch.bfloat16)
+    for tokens in choice.RULE_TOKENS:
+        launch = choice.persistent(untuned, tokens, 8, untuned.num_experts)
+        made.setdefault((launch, 128, 64), Layer(f"the rule, {tokens / 8:g} slots an expert", launch, 128, 64))
     for name, launch in STREAMED.items():
         made.setdefault((launch, 128, 64), Layer(name, launch, 128, 64))
         made[launch, "fp16"] = Layer(f"{name}, FP16", launch, dtype=torch.float16)
