@@ -148,6 +148,8 @@ def test_expert_map_keeps_the_experts_of_this_rank(backend: ModuleType, poison: 
     layer.ids = torch.randint(-1, 9, layer.ids.shape, generator=torch.Generator().manual_seed(3)).to(id_dtype)
     out = run(backend, layer, expert_map)
     assert_close("map", out, layer.expected(expert_map=expert_map), TOLERANCE[torch.float16])
+    # A map of no expert divided the slots by its length.
+    assert run(backend, layer, expert_map[:0]).count_nonzero() == 0
 
 
 def test_a_batch_invariant_row_does_not_see_the_others(backend: ModuleType) -> None:

@@ -79,7 +79,7 @@ def apply(
     device = hidden_states.device
     index = device.index if device.type == "cuda" and device.index is not None else -1
     plain = _plain(experts, hidden_states, options)
-    num_global = expert_map.shape[0] if expert_map is not None else experts.meta.num_experts
+    num_global = (expert_map.shape[0] if expert_map is not None else 0) or experts.meta.num_experts
     config = choose(experts.meta, *topk_ids.shape, num_global, options.batch_invariant, index, plain)
     config = _served(config, experts, plain)
     return _launch(config, hidden_states, experts, topk_weights, topk_ids, expert_map, options)
