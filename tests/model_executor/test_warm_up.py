@@ -25,6 +25,27 @@ def test_powers_of_two_and_their_middles_that_vllm_does_not_run_itself(largest, 
     assert warm_up.step_sizes(largest, captured) == sizes
 
 
+@pytest.mark.parametrize("captured", [0, 512])
+@pytest.mark.parametrize(("experts", "top_k"), [(128, 1), (72, 2), (256, 8), (32, 4), (60, 4), (160, 6), (512, 10)])
+@pytest.mark.parametrize("intermediate", [88, 352, 704])
+def test_no_step_is_launched_as_none_of_these_sizes_is(intermediate, experts, top_k, captured):
+    """88 and 352 columns are left to tiles, for which the rule counted every token: steps of 3073 to 4095 tokens, one
+    slot each over 128 experts, were launched as no size run ahead, and two kernels compiled on the first request."""
+    pytest.importorskip("triton")
+    from vllm_ext.ops.moe import ExpertsMeta
+    from vllm_ext.ops.moe.triton import choice
+
+    meta = ExpertsMeta("triton", experts, 2048, intermediate, 128, 64, True, "float", torch.bfloat16)
+    for plain in (True, False):
+
+        def launched(tokens, plain=plain):
+            return choice.rule(meta, tokens, top_k, experts, plain)
+
+        # Up to `captured` vLLM pads to sizes that it runs, in steps of 8 or 16.
+        run = {launched(size) for size in [*warm_up.step_sizes(8192, captured), *range(8, captured + 1, 8), 1, 2, 4]}
+        assert {launched(tokens) for tokens in range(captured + 1, 8193)} <= run
+
+
 def configuration(*, eager=False, mode="FULL_AND_PIECEWISE", ranks=1):
     compilation = types.SimpleNamespace(
         cudagraph_mode=types.SimpleNamespace(name=mode), max_cudagraph_capture_size=0 if mode == "NONE" else 512

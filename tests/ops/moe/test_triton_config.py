@@ -172,6 +172,35 @@ def test_what_programs_compute_together_has_one_length() -> None:
     assert not stream.Sizes(768, 2048 + 64, 128, 32, 32).covered(wide)
 
 
+@pytest.mark.parametrize("plane", [16, 32])
+def test_two_halves_are_not_taken_for_weights_of_one(plane: int) -> None:
+    """64 columns of a rank, gate and up, in groups of 64: Triton 3.6 ended with "PassManager::run failed" on all six
+    kernels of 256 rows over a weight of 128, so an engine did not start. Three halves are a tile and a half."""
+    for gemm in (choice.wide(32, 256, 8, 2), choice.wide(64, 256, 8, 1), choice.wide(128, 256, 8, 1)):
+        sizes = [stream.Sizes(2048, rows, 4 * plane, plane, 4 * plane) for rows in (128, 256, 384)]
+        assert [size.covered(gemm) for size in sizes] == [False, True, True]
+    assert stream.Sizes(2048, 128, 128, 32, 128).covered(choice.wide(128, 128, 8, 1))
+    meta = ExpertsMeta("triton", 256, 2048, 64, 64, 64, True, "float", torch.bfloat16)
+    assert choice.persistent(meta, 4096, 8, 256).gate_up == choice._OPERAND_TILES
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "usable"),
+    [("3.6.0", (9, 0), True), ("3.10.1+git7", (9, 0), True), ("3.5.1", (9, 0), False), ("3.6.0", (10, 0), False),
+     ("3.6.0", (8, 9), False)],
+)  # fmt: skip
+def test_persistent_kernels_want_hopper_and_a_triton_that_compiles_them(
+    monkeypatch: pytest.MonkeyPatch, version: str, capability: tuple[int, int], usable: bool
+) -> None:
+    """Triton 3.5 imports them and fails when they are compiled, at the first call: the portable ones it compiles."""
+    monkeypatch.setattr(stream.triton, "__version__", version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    stream.usable.cache_clear()
+    assert stream.usable(torch.device("cuda", 0)) == usable
+    assert not stream.usable(torch.device("cpu"))
+    stream.usable.cache_clear()
+
+
 @pytest.mark.parametrize(("columns", "group"), [(2048, 128), (768, 64), (2816, 64), (704, 64), (768, 192), (512, 256)])
 def test_tiles_lie_within_groups_where_a_plane_width_allows_it(columns: int, group: int) -> None:
     """Groups of 64, the default of the second GEMM, lay in tiles of 128 columns, which the persistent kernels refuse:
@@ -319,6 +348,14 @@ def test_the_rule_takes_persistent_programs_for_sizes_of_models(tokens: int, blo
     launch = choice.persistent(mixtral, 4096, 2, 8)
     assert launch.gate_up.programs
     assert not launch.down.programs
+
+
+def test_large_batches_of_sparse_models_take_large_blocks() -> None:
+    """One slot a token over 512 experts are 8 an expert at 4096 tokens and 128 at 65536; the rule ended at 4096."""
+    meta = ExpertsMeta("triton", 512, 2048, 1024, 128, 64, True, "float", torch.bfloat16)
+    launches = [choice.persistent(meta, tokens, 1, 512) for tokens in (4096, 16383, 16384, 65536, 131072)]
+    assert [launch.gate_up.block_tokens for launch in launches] == [16, 16, 32, 128, 128]
+    assert [launch.down.block_tokens for launch in launches] == [16, 16, 32, 128, 128]
 
 
 def test_the_rule_leaves_no_multiprocessor_idle_where_few_experts_are_hit() -> None:

@@ -21,8 +21,8 @@ _BATCH_INVARIANT_TOKENS = 32
 # FP32 activations are for checking: a ring of few and small tiles, which fits into every GPU's shared memory.
 _FP32 = LaunchConfig(GemmConfig(16, 64, 4, 2), GemmConfig(16, 64, 4, 2))
 # The rule changes at the batch sizes at which tables do: a batch half of padding is launched as without it, and a model
-# compiles no more kernels than with a table.
-RULE_TOKENS = (1, 8, 32, 64, 256, 1024, 4096)
+# compiles no more kernels than with a table. And above them, for the few that have under 72 slots an expert at 4096.
+RULE_TOKENS = (1, 8, 32, 64, 256, 1024, 4096, 16384, 65536)
 
 
 def streamed(
@@ -78,12 +78,21 @@ def portable(slots_per_expert: float) -> LaunchConfig:
 def persistent(meta: ExpertsMeta, num_tokens: int, top_k: int, num_global: int) -> LaunchConfig:
     """The rule for calls that the persistent kernels serve: those wherever they cover a weight, else as `portable`."""
     tokens = max(size for size in RULE_TOKENS if size <= max(num_tokens, 1))
-    slots, tiles = tokens * top_k / num_global, portable(num_tokens * top_k / num_global)
+    slots, tiles = tokens * top_k / num_global, portable(_step(num_tokens) * top_k / num_global)
     first, second = sizes_of(meta)
     hit = meta.num_experts * (1 - (1 - min(1, top_k / num_global)) ** tokens)
     return LaunchConfig(
         _preferred(_GATE_UP, slots, first, hit) or tiles.gate_up, _preferred(_DOWN, slots, second, hit) or tiles.down
     )
+
+
+def _step(num_tokens: int) -> int:
+    """The power of two, or middle between two, at or below: of the sizes that an engine runs while it starts.
+
+    Where one GEMM is tiles and the other not, tiles that changed in between would be pairs that no such size has.
+    """
+    power = 1 << max(num_tokens, 1).bit_length() - 1
+    return power + power // 2 if num_tokens >= power + power // 2 else power
 
 
 def rule(meta: ExpertsMeta, num_tokens: int, top_k: int, num_global: int, plain: bool) -> LaunchConfig:

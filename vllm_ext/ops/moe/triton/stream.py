@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 
 from vllm_ext.ops.moe.experts import ExpertsMeta
@@ -19,6 +20,7 @@ from vllm_ext.ops.moe.triton.dequant import CodeForm
 from vllm_ext.ops.moe.triton.layout import PLANES, padded_rows
 
 CAPABILITY = (9, 0)
+_TRITON = (3, 6)  # takes groups of warps as the kernels name them
 _WARP_LANES = 32
 _REGISTERS = 1 << 16
 _SHARED_MEMORY = 227 << 10
@@ -57,7 +59,9 @@ class Sizes:
         whole = self.group % tile == 0 and self.columns % self.group == 0 and _room(gemm, self) >= _LEAST_STAGES
         if wide(gemm):
             halves = gemm.block_rows // _HALF
-            return whole and self.rows % _HALF == 0 and (halves == 2 or (halves == 1 and tile == 2 * _COLUMNS))
+            # Triton 3.6 cannot compile two halves of which no block has the second.
+            fits = (halves == 2 and self.rows > _HALF) or (halves == 1 and tile == 2 * _COLUMNS)
+            return whole and self.rows % _HALF == 0 and fits
         return whole and self.rows % gemm.block_rows == 0
 
 
@@ -90,12 +94,16 @@ def flag_count(gemm: GemmConfig, device: torch.device) -> int:
     return _multiprocessors(device) * gemm.programs if gemm.split else 0
 
 
+def _triton_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
 @functools.lru_cache(maxsize=16)
 def usable(device: torch.device) -> bool:
     """Whether the kernels can run on `device`."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    if torch.cuda.get_device_capability(device) != CAPABILITY:
+    if torch.cuda.get_device_capability(device) != CAPABILITY or _triton_version() < _TRITON:
         return False
     try:
         import vllm_ext.ops.moe.triton.wide_kernel  # noqa: F401
