@@ -57,6 +57,12 @@ def _scaling(config: GemmConfig, group_size: int, plane: int) -> str:
     return config.scaling if group_size % plane == 0 else "column"
 
 
+def _stages(config: GemmConfig, group_size: int, plane: int) -> int:
+    """Tiles under way. With "column" scaling a tile brings a factor for every weight, 64 KiB for 128 rows: of the asked
+    for three or four, three fit no GPU but Hopper, and four not even that; of FP32's, twice as wide, two not all."""
+    return min(config.num_stages - 1, 2) if _scaling(config, group_size, plane) == "column" else config.num_stages
+
+
 def _form(config: GemmConfig, dtype: torch.dtype, group_size: int, plane: int) -> CodeForm:
     return code_form(dtype, _asm(dtype), _scaling(config, group_size, plane))
 
@@ -260,7 +266,7 @@ def gate_up(
         ASM=asm,
         BLOCK_TOKENS=gemm.block_tokens,
         BLOCK_ROWS=gemm.block_rows,
-        STAGES=gemm.num_stages,
+        STAGES=_stages(gemm, meta.group_size_w13, plane),
         UNROLL=gemm.unroll,
         ROW_TILES=gemm.row_tiles,
         PDL=dependent_launch(x.device),
@@ -310,7 +316,7 @@ def down(
         ASM=asm,
         BLOCK_TOKENS=gemm.block_tokens,
         BLOCK_ROWS=gemm.block_rows,
-        STAGES=gemm.num_stages,
+        STAGES=_stages(gemm, meta.group_size_w2, plane),
         UNROLL=gemm.unroll,
         ROW_TILES=gemm.row_tiles,
         PDL=dependent_launch(inner.device),
