@@ -131,7 +131,7 @@ def test_what_is_launched_without_a_table_fits_every_gpu(capability: int) -> Non
 @pytest.mark.parametrize("capability", [80, 86, 90, 120])
 def test_groups_that_planes_straddle_fit_every_gpu(capability: int) -> None:
     """A factor for every weight: four tiles of 128 rows under way, which the rule asks for on Hopper, were 248 KiB of
-    227, three 168 of an A100's 163, and nothing fitted 99."""
+    227. Three were 160, and three or four of 64 rows 104 and 120: an A100's 163 held them, 99 did not."""
     some = next(gemm for gemm in choice._DOWN[3][1] if not gemm.programs)
     for gemm in (some, *{choice.portable(slots).down for slots in (1, 16, 100)}):
         for dtype in (torch.bfloat16, torch.float16):

@@ -58,8 +58,8 @@ def _scaling(config: GemmConfig, group_size: int, plane: int) -> str:
 
 
 def _stages(config: GemmConfig, group_size: int, plane: int) -> int:
-    """Tiles under way. With "column" scaling a tile brings a factor for every weight, 64 KiB for 128 rows: of the asked
-    for three or four, three fit no GPU but Hopper, and four not even that; of FP32's, twice as wide, two not all."""
+    """Tiles under way. With "column" scaling a tile brings a factor for every weight, 64 KiB for 128 rows: four of those
+    fit no GPU, three not the 99 KiB that some have, and of FP32's, twice as wide, not two."""
     return min(config.num_stages - 1, 2) if _scaling(config, group_size, plane) == "column" else config.num_stages
 
 
