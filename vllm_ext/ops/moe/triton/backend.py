@@ -58,8 +58,8 @@ def _scaling(config: GemmConfig, group_size: int, plane: int) -> str:
 
 
 def _stages(config: GemmConfig, group_size: int, plane: int) -> int:
-    """Tiles under way. With "column" scaling a tile brings a factor for every weight, 64 KiB for 128 rows: four of those
-    fit no GPU, three not the 99 KiB that some have, and of FP32's, twice as wide, not two."""
+    """Tiles under way. With "column" scaling a tile brings a factor for every weight, 64 KiB for 128 rows: four do not
+    fit an H200's shared memory, three not the 99 KiB that others have, and of FP32's, twice as wide, not two."""
     return min(config.num_stages - 1, 2) if _scaling(config, group_size, plane) == "column" else config.num_stages
 
 
