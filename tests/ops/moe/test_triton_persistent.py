@@ -119,7 +119,8 @@ CASES = {
     ),
     "wide, then streamed": Case(wide(16, 256, 4, 1), streamed(32, 128, 4, 2), some(16), {"groups": (128, 64)}),
     "one tile a piece": Case(
-        streamed(8, 128, 4, 4), streamed(8, 128, 4, 4), some(8), {"hidden": 128, "intermediate": 64, "groups": (128, 64)}
+        streamed(8, 128, 4, 4), streamed(8, 128, 4, 4), some(8),
+        {"hidden": 128, "intermediate": 64, "groups": (128, 64)},
     ),
     "one tile a piece, wide": Case(
         wide(64, 128, 4, 2), wide(32, 256, 8, 2), some(8), {"hidden": 256, "intermediate": 64, "groups": (128, 64)}
