@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import subprocess
 import sys
 
@@ -104,6 +105,9 @@ def test_weights_with_different_kinds_of_zero_point_are_refused() -> None:
         ({"topk_ids": torch.zeros(5, 2, dtype=torch.int32, device="meta")}, "on 'cpu'; got .*topk_ids on 'meta'"),
         ({"expert_map": torch.zeros(2, dtype=torch.int32, device="meta")}, "on 'cpu'; got .*expert_map on 'meta'"),
         ({"activation": "swish"}, "silu.*got 'swish'"),
+        ({"swiglu_limit": None}, "swiglu_limit must be a number, got None"),
+        ({"swiglu_alpha": float("nan")}, "swiglu_alpha must be a number, got nan"),
+        ({"swiglu_limit": -7.0}, r"swiglu_limit must be above 0 \(inf: none\), got -7.0"),
     ],
 )
 def test_calls_that_do_not_fit_are_refused(change, message) -> None:
@@ -111,6 +115,20 @@ def test_calls_that_do_not_fit_are_refused(change, message) -> None:
     call = {"hidden_states": layer.x, "topk_weights": layer.weights, "topk_ids": layer.ids, **change}
     with pytest.raises(ValueError, match=message):
         fused_moe_w4a16(experts=layer.prepare(), **call)
+
+
+def test_weights_that_are_not_quantised_are_named() -> None:
+    weight = _weight(2, 32, 32)
+    with pytest.raises(TypeError, match=r"w2 must be a QuantizedWeight, as quantize_weight returns, got Tensor"):
+        prepare_experts(weight, torch.zeros(2, 32, 32))  # type: ignore[arg-type]
+
+
+def test_a_limit_of_infinity_is_none_and_whole_numbers_are_numbers() -> None:
+    layer = make_layer(hidden=64, intermediate=32)
+    experts = layer.prepare()
+    clamped, whole, unlimited = (layer.run(experts, activation="swigluoai", swiglu_limit=x) for x in (1e9, 7, math.inf))
+    assert torch.equal(clamped, unlimited)
+    assert torch.equal(whole, layer.run(experts, activation="swigluoai", swiglu_limit=7.0))
 
 
 def test_clamped_swiglu_needs_a_gate() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 from functools import cache
 from typing import Protocol
 
@@ -225,6 +226,13 @@ def apply_experts(
     return out if given == meta.dtype else out.to(given)
 
 
+def _number(name: str, value: float) -> float:
+    """A float of any number: kernels are compiled for the kinds of their arguments."""
+    if not isinstance(value, (int, float)) or math.isnan(value):
+        raise ValueError(f"fused_moe_w4a16: {name} must be a number, got {value!r}")
+    return float(value)
+
+
 def fused_moe_w4a16(
     hidden_states: torch.Tensor,
     experts: PreparedExperts,
@@ -252,5 +260,8 @@ def fused_moe_w4a16(
     Equal calls give equal bits, from run to run and from process to process. Raises ValueError on values that do not
     fit, TypeError on unknown keywords.
     """
-    options = CallOptions(activation, swiglu_alpha, swiglu_limit, apply_router_weight_on_input, batch_invariant)
+    alpha, limit = _number("swiglu_alpha", swiglu_alpha), _number("swiglu_limit", swiglu_limit)
+    if limit <= 0:
+        raise ValueError(f"fused_moe_w4a16: swiglu_limit must be above 0 (inf: none), got {limit}")
+    options = CallOptions(activation, alpha, limit, apply_router_weight_on_input, batch_invariant)
     return apply_experts(hidden_states, experts, topk_weights, topk_ids, expert_map, options)

@@ -88,8 +88,14 @@ def experts_meta(backend: str, w13: QuantizedWeight, w2: QuantizedWeight, dtype:
 def check_weights(
     w13: QuantizedWeight, w2: QuantizedWeight, w13_bias: torch.Tensor | None, w2_bias: torch.Tensor | None
 ) -> None:
-    """Raise ValueError, naming the rule and the numbers, unless the weights and biases make a set of experts."""
+    """Raise ValueError, naming the rule and the numbers, unless the weights and biases make a set of experts; TypeError
+    for weights that are not quantised."""
     for name, weight in (("w13", w13), ("w2", w2)):
+        if not isinstance(weight, QuantizedWeight):
+            raise TypeError(
+                f"prepare_experts: {name} must be a QuantizedWeight, as quantize_weight returns, "
+                f"got {type(weight).__name__}"
+            )
         if len(weight.shape) != 3:
             raise ValueError(
                 f"prepare_experts: {name} must be [experts, rows, columns], got shape {list(weight.shape)}"
