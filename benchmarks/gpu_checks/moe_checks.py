@@ -102,6 +102,9 @@ def cases(small: bool) -> list[Case]:
     # Of no table: what the rule takes for few slots and many, whole and halved.
     made += [Case(UNTUNED, m) for m in (1, 9, 70, 300, 1100, 5000)] + [Case(UNTUNED, 70, dtype=torch.float16)]
     made += [Case(UNTUNED, 128, padding=True), Case(UNTUNED, 16, padding=True)]
+    # A rank's 64 columns are one half of a wide tile's rows; groups of 40 take a factor for every weight.
+    made += [Case(replace(UNTUNED, inter=64, group_w13=64), m) for m in (300, 5000)]
+    made += [Case(replace(UNTUNED, inter=640, group_w13=40, group_w2=40), 300)]
     # 704 columns are five groups of 128 and a half.
     return made + [Case(replace(dg, group_w2=128), m) for m in (64, 1024)]
 
