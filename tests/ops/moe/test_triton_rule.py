@@ -39,6 +39,15 @@ def test_so_many_slots_an_expert_are_the_last_of_their_blocks(slots: float, gate
     assert [gemm.block_tokens for gemm in found if gemm] == [gate_up, down]
 
 
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (32, 4), (64, 6), (128, 8), (60, 4)])
+def test_a_batch_half_of_padding_is_launched_as_without_it(experts: int, top_k: int) -> None:
+    """Case C08, where twice the slots an expert are past a limit of the rule's: 1 and 2, 4 and 8, 8 and 16."""
+    for meta in (_meta(2048, 1408, experts), _meta(2880, 704, experts)):
+        for half in (8, 64):
+            launches = {choice.persistent(meta, tokens, top_k, experts).down for tokens in range(half, 2 * half + 1)}
+            assert len(launches) == 1
+
+
 def test_no_wide_kernel_takes_more_sums_than_it_was_made_for() -> None:
     """It takes the zero points' term from them, 16 at a time, in code that is written out."""
     many = choice.wide(64, 256, 8, 1)
