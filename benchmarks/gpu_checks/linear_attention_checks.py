@@ -36,7 +36,11 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """heads (key, value), dims (K, V); lengths of packed sequences, or of the batch's equal ones when not packed."""
+    """heads (key, value), dims (K, V); lengths of packed sequences, or of the batch's equal ones when not packed.
+
+    slow: a state outlives all of a sequence, which the planner cuts into segments; apart: operands begin between two
+    steps of 16 bytes.
+    """
 
     name: str
     lengths: tuple[int, ...]
@@ -50,6 +54,8 @@ class Case:
     scale: float | None = None
     gate_divisor: float | None = None
     period: int | None = None
+    slow: bool = False
+    apart: bool = False
     ops: tuple[str, ...] = ("gdn", "kda")
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -76,6 +82,7 @@ CASES = (
     Case("heads 16/32", (200,), heads=(16, 32)),
     Case("heads 16/64", (200,), heads=(16, 64)),
     Case("heads 4/16", (200,), heads=(4, 16)),
+    Case("between steps of 16 bytes", (200, 77), apart=True),
     # flash-linear-attention's parametrisations, in 16 bits: lengths, heads, scale, divisor of the log-sigmoid gates.
     Case("FLA 2x500 d 60", (500, 500), (4, 4), (60, 60), packed=False, scale=1.0, gate_divisor=1.0),
     Case("FLA 1x63", (63,), (1, 1), (64, 64), packed=False, scale=1.0, gate_divisor=1.0),
@@ -87,17 +94,31 @@ CASES = (
 )
 # Prompts that repeat a few tokens, whose states decay slowly: keys are collinear, and an inverse's rows cancel.
 REPEATS = tuple(Case(f"repeats {period}", (310, 64), period=period) for period in (1, 3, 7))
-WITH_FLA = (CASES[0], CASES[5], Case("longer", (4096,)), *REPEATS)
+# All rows of its inverse are rounded alike: the worst that repeating is known to do to a state.
+ONE_TOKEN = Case("one chunk of one token", (64,), heads=(4, 24), period=1)
+# Transitions over 16 to 384 chunks of which something is left.
+SLOW = (
+    Case("slow, 8192 tokens", (8192,), heads=(2, 8), slow=True),
+    Case("slow, 32768 tokens", (32768,), heads=(2, 8), slow=True),
+    Case("slow, 32768 tokens of many heads", (32768,), heads=(8, 32), slow=True, ops=("gdn",)),
+    Case("slow, 32768 tokens of many heads", (32768,), heads=(16, 16), slow=True, ops=("kda",)),
+)
+WITH_FLA = (CASES[0], CASES[5], Case("longer", (4096,)), *REPEATS, ONE_TOKEN, *SLOW[:2])
 NO_WORSE = 1.05
+DRAWN = 2048  # longer sequences repeat so many tokens, from another one on each time
 QUICK = ("short prompts", "empty sequences", "batch, K first", "head size 64", "K 128, V 64")
 
 
 def operands(case: Case, op: str) -> dict[str, Any]:
     """Keyword arguments of the operator on the GPU."""
     batch, tokens = (1, sum(case.lengths)) if case.packed else (len(case.lengths), case.lengths[0])
+    drawn = min(tokens, DRAWN) if case.slow else tokens
     x = sample_operands(
-        op, batch, tokens, *case.heads, *case.dims, dtype=case.dtype, normalised=not case.normalise, device="cuda"
+        op, batch, drawn, *case.heads, *case.dims, dtype=case.dtype, normalised=not case.normalise, device="cuda"
     )
+    if case.slow:
+        x = {name: torch.cat([y.roll(137 * n, 1) for n in range(tokens // drawn)], 1) for name, y in x.items()}
+        x["g"], x["beta"] = 1e-5 * x["g"].clamp(min=-2.0), 0.01 * x["beta"]
     if case.gate_divisor is not None:
         generator = torch.Generator().manual_seed(1)
         g = torch.nn.functional.logsigmoid(torch.rand(x["g"].shape, generator=generator)) / case.gate_divisor
@@ -105,6 +126,8 @@ def operands(case: Case, op: str) -> dict[str, Any]:
     if case.period is not None:
         x = {name: value[:, torch.arange(tokens, device="cuda") % case.period] for name, value in x.items()}
         x["g"] = 0.02 * x["g"].clamp(min=-2.0)
+    if case.apart:
+        x = {name: between_steps(y) for name, y in x.items()}
     state = None
     if case.state is not None:
         state = sample_state(len(case.lengths), case.heads[1], *case.dims).to(case.state).cuda()
@@ -119,6 +142,22 @@ def operands(case: Case, op: str) -> dict[str, Any]:
         "use_qk_l2norm_in_kernel": case.normalise,
         "state_v_first": case.state_v_first,
     }
+
+
+def between_steps(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers in a contiguous view that begins one number after a step of 16 bytes."""
+    return torch.cat([x.new_full((1,), float("nan")), x.flatten()])[1:].view(x.shape)
+
+
+def segment(case: Case, op: str) -> int | None:
+    """Chunks in a segment of a packed case, as the planner cuts it."""
+    from vllm_ext.ops.linear_attention.triton import backend
+    from vllm_ext.ops.linear_attention.triton.chunks import Sizes
+
+    sizes = Sizes(len(case.lengths), sum(case.lengths), True, *case.heads, *case.dims)
+    device = torch.device("cuda", torch.cuda.current_device())
+    cores = torch.cuda.get_device_properties(device).multi_processor_count
+    return backend.map_call(op, sizes, cores, backend.hopper_launches(device, sizes)).segment_chunks
 
 
 def wide(call: dict[str, Any]) -> dict[str, Any]:
@@ -148,6 +187,9 @@ def check_case(case: Case, op: str) -> Result:
         result["same_bits"] = torch.equal(o, again[0]) and torch.equal(state, again[1])
         tolerance = TOLERANCE[case.dtype] if case.period is None else REPEATING_TOLERANCE
         result["ok"] = max(result["errors"]) < tolerance and result["same_bits"]
+        if case.slow:
+            result["segment_chunks"] = segment(case, op)
+            result["ok"] = result["ok"] and result["segment_chunks"] is not None
     except Exception:
         result["failed"] = traceback.format_exc()[-600:]
     return result
@@ -324,7 +366,9 @@ def main() -> int:
     if args.quick:
         results = quick()
     else:
-        tasks: list[tuple[str, Any]] = [("case", (case, op)) for case in (*CASES, *REPEATS) for op in case.ops]
+        tasks: list[tuple[str, Any]] = [
+            ("case", (case, op)) for case in (*CASES, *REPEATS, ONE_TOKEN, *SLOW) for op in case.ops
+        ]
         tasks += [(kind, op) for kind in ("segments", "parts", "graph", "FP32", "equal bits") for op in FUNCTIONS]
         tasks += [("FLA", op) for op in FUNCTIONS if args.fla]
         with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
