@@ -139,8 +139,11 @@ class Shared:
         return Shared(self.data.view(*shape))
 
     def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
-        whole = self.data.view(-1).view(dtype)
-        return Shared(whole[: math.prod(shape)].view(list(shape)))
+        """From where this begins, which may be more than it has of its block."""
+        assert self.data.is_contiguous()
+        begin = self.data.storage_offset() * self.dtype.itemsize // dtype.itemsize
+        block = torch.empty(0, dtype=dtype).set_(self.data.untyped_storage())
+        return Shared(block[begin : begin + math.prod(shape)].view(list(shape)))
 
 
 class Tiles:
@@ -334,6 +337,10 @@ def _assembly(text: str, constraints: str, operands: Sequence[Value], *_: Any) -
         return Value(torch.where(power < _SMALLEST, 0.0, power))
     if "fma.rn.f16x2" in text:
         return Value((x.double() + operands[1].data.double() * operands[2].data.double()).half())
+    if "mul.f32" in text:
+        return Value(x * operands[1].data)
+    if text.startswith(("cvt.rn.bf16x2", "cvt.rn.f16x2")):
+        return Value(x.bfloat16() if "bf16" in text else x.half())
     if "mul.rn.f16x2" in text:
         return Value(x * operands[1].data)
     half = x.clamp(-_HALF, _HALF).half()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,14 +117,16 @@ def recur(
     )  # fmt: skip
     carries = torch.full((slots, VALUE_HEADS, columns + dim, dim), float("nan")) if segment_chunks else None
     keys = [tiles(w[name], 64, dim) for name in ("keys", "queries", "tails" if op == "kda" else "keys")]
+    copied = state is not None and state_v_first and stages > 2 and segment_chunks is None and part is None
+    states = tiles(state, 64, dim) if copied and state is not None else None
 
     def launch(transition: bool) -> None:
         kernels.machine.run(
             kernels.recurrence_hopper.recurrence_hopper_kernel,
             (columns + dim if transition else columns) // (64 * groups) * VALUE_HEADS * slots,
             keys[0], keys[1], tiles(v), keys[2], tiles(w["inverse"]), tiles(w["scores"]),
-            tiles(w["factors"], 1, w["factors"].shape[-1]), tiles(o), state, carries, final, o, bounds, count, tokens,
-            VALUE_HEADS, VALUE_HEADS // HEADS, length, part.start if part else 0, part.stop if part else 0,
+            tiles(w["factors"], 1, w["factors"].shape[-1]), tiles(o), states, state, carries, final, o, bounds, count,
+            tokens, VALUE_HEADS, VALUE_HEADS // HEADS, length, part.start if part else 0, part.stop if part else 0,
             K=dim, V=columns, GROUPS=groups, KDA=op == "kda", TRANSITION=transition, V_FIRST=state_v_first, PACKED=True,
             STAGES=stages, PART=part is not None,
         )  # fmt: skip
@@ -141,20 +144,33 @@ def recur(
 
 @pytest.mark.parametrize("op", list(FUNCTIONS))
 @pytest.mark.parametrize(
-    ("lengths", "dims", "normalise", "with_state", "groups", "segment_chunks", "state_v_first"),
+    ("lengths", "dims", "normalise", "with_state", "groups", "segment_chunks", "state_v_first", "stages"),
     [
-        ((70, 0, 1, 64), (128, 64), True, True, 1, None, False),
-        ((5, 130), (64, 128), False, False, 2, None, True),
-        ((200, 1, 150), (64, 64), True, True, 1, 2, True),
-        ((250, 0, 70), (64, 64), True, True, 1, 1, False),
-        ((250,), (128, 128), False, True, 2, 1, True),
+        ((70, 0, 1, 64), (128, 64), True, True, 1, None, False, 2),
+        ((5, 130), (64, 128), False, False, 2, None, True, 2),
+        ((200, 1, 150), (64, 64), True, True, 1, 2, True, 2),
+        ((250, 0, 70), (64, 64), True, True, 1, 1, False, 2),
+        ((250,), (128, 128), False, True, 2, 1, True, 2),
+        ((70, 0, 1, 330), (128, 64), True, True, 1, None, True, 3),
+        ((5, 330, 0, 64), (64, 128), False, True, 2, None, True, 3),
+        ((1, 330), (64, 128), False, True, 1, None, True, 3),
     ],
 )
 def test_equals_the_recurrence(
-    error: Any, kernels: Any, op: str, lengths, dims, normalise, with_state, groups, segment_chunks, state_v_first
+    error: Any,
+    kernels: Any,
+    op: str,
+    lengths,
+    dims,
+    normalise,
+    with_state,
+    groups,
+    segment_chunks,
+    state_v_first,
+    stages,
 ) -> None:
-    """Ragged, empty and single-token sequences, one and two groups of warps, segments. Nothing that no program of the
-    call has written may be read: all memory starts as NaN.
+    """Ragged, empty and single-token sequences, one and two groups of warps, segments, initial states by the copy
+    engine. Nothing that no program of the call has written may be read: all memory starts as NaN.
     """
     x = sample_operands(op, 1, sum(lengths), HEADS, VALUE_HEADS, *dims, normalised=not normalise)
     if segment_chunks:
@@ -164,7 +180,9 @@ def test_equals_the_recurrence(
         state = state.transpose(-1, -2).contiguous()
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     w = prepare(kernels, op, x, bounds, normalise)
-    o, final = recur(kernels, op, x, bounds, w, state, groups, segment_chunks, state_v_first=state_v_first)
+    o, final = recur(
+        kernels, op, x, bounds, w, state, groups, segment_chunks, stages=stages, state_v_first=state_v_first
+    )
     o = o.view(x["v"].shape)
     expected, expected_state = FUNCTIONS[op](
         **{name: value.double() for name, value in x.items()}, initial_state=state, cu_seqlens=bounds,
@@ -218,14 +236,24 @@ def test_parts_of_a_call_carry_the_states_on(error: Any, kernels: Any, op: str, 
     assert error(results[1], expected_state) < TOLERANCE
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("op", list(FUNCTIONS))
-def test_nan_in_one_sequence_stays_there(kernels: Any, op: str) -> None:
-    """Tiles are copied whole: the rows behind a sequence's end are the next one's, and 0 times their NaN is NaN."""
-    x = sample_operands(op, 1, 83, HEADS, VALUE_HEADS, 64, 64, normalised=False)
+def test_nan_in_one_sequence_stays_there(monkeypatch: pytest.MonkeyPatch, kernels: Any, op: str, groups: int) -> None:
+    """Tiles are copied whole: the rows behind a sequence's end are the next one's, and 0 times their NaN is NaN. Of two
+    groups of warps one zeroes these rows of the keys, however late, and the other waits for it.
+    """
+    zero_past = kernels.recurrence_hopper.zero_past
+
+    def late(tile: Any, count: Any, rows: int, columns: int) -> None:
+        time.sleep(0.2 if columns > 64 else 0.0)
+        zero_past(tile, count, rows, columns)
+
+    monkeypatch.setattr(kernels.recurrence_hopper, "zero_past", late)
+    x = sample_operands(op, 1, 83, HEADS, VALUE_HEADS, 64 * groups, 64 * groups, normalised=False)
     for value in x.values():
         value[:, 13:] = float("nan")
     bounds = torch.tensor([0, 13, 83], dtype=torch.int32)
-    o, final = recur(kernels, op, x, bounds, prepare(kernels, op, x, bounds, True), None, 1, None)
+    o, final = recur(kernels, op, x, bounds, prepare(kernels, op, x, bounds, True), None, groups, None)
     assert bool(torch.isfinite(o[:13]).all())
     assert bool(torch.isfinite(final[0]).all())
     assert bool(final[1].isnan().any())
@@ -286,6 +314,23 @@ def test_as_many_chunks_are_in_flight_as_shared_memory_holds(kernels: Any, op: s
     stage, chosen = used[1] - used[0], launch.stages(dim, groups, op == "kda")
     assert used[0] + (chosen - 1) * stage <= 227 * 1024
     assert chosen == 3 or used[0] + chosen * stage > 227 * 1024
+
+
+def test_initial_states_are_not_copied_for_the_copy_engine() -> None:
+    """The recurrence asks for them while the launch before it runs, which a copy would be."""
+    launch = importlib.import_module(f"{PACKAGE}.launch_hopper")
+    states = sample_state(2, VALUE_HEADS, 128, 128)
+    tiles = launch.state_tiles(states, True, 3)
+    assert tiles.base.data_ptr() == states.data_ptr()
+    assert (tiles.shape, tiles.block_shape) == ([2 * VALUE_HEADS * 128, 128], [64, 128])
+    apart = torch.cat([torch.zeros(1), states.flatten()])[1:].view(states.shape)
+    for given, v_first, count in (
+        (states, False, 3),
+        (states, True, 2),
+        (states.bfloat16(), True, 3),
+        (apart, True, 3),
+    ):
+        assert launch.state_tiles(given, v_first, count) is None
 
 
 def test_two_heads_are_prepared_together_where_there_are_two() -> None:

@@ -28,6 +28,21 @@ def to_half(x):
 
 
 @gluon.jit
+def narrowed(x, dtype: gl.constexpr):
+    """FP32 in 16 bits, rounded where it stands: the compiler moves conversions of its own behind the next wait."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, False, 2)
+    else:
+        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, False, 2)
+
+
+@gluon.jit
+def times(x, y):
+    """x y in FP32, multiplied where it stands."""
+    return gl.inline_asm_elementwise("mul.f32 $0, $1, $2;", "=r,r,r", [x, y], gl.float32, False, 1)
+
+
+@gluon.jit
 def await_launches():
     """Wait for the launches before this one, which may still run if this one was launched as their dependent."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)

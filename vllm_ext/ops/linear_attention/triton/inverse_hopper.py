@@ -218,6 +218,10 @@ def invert_hopper_kernel(
     FP16. Grid: groups of HEADS value heads within slots of 64 tokens from first_slot on; on four warps.
     """
     let_dependents_launch()
+    arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(arrived, count=1)
+    fence_async_shared()
+    gl.thread_barrier()
     groups = value_heads // HEADS
     place = gl.program_id(0) // groups
     head = gl.program_id(0) % groups * HEADS
@@ -233,14 +237,12 @@ def invert_hopper_kernel(
     blocks = second_tiles[0]._reinterpret(gl.float16, [4 * HEADS, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     solved = gl.allocate_shared_memory(gl.float16, [64 * HEADS, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     sizes = gl.allocate_shared_memory(gl.float32, [64 * HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(arrived, count=1)
-    fence_async_shared()
-    gl.thread_barrier()
     await_launches()
     mbarrier.expect(arrived, 8192 * HEADS)
     for h in gl.static_range(HEADS):
         tma.async_copy_global_to_shared(coupling, [out + 64 * h, 0], arrived, tiles[h])
+    # Else the assembler asks for the second tile behind the betas.
+    gl.thread_barrier()
     pair: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     own = head + gl.arange(0, HEADS, gl.SliceLayout(1, pair))[:, None]
     at = gl.arange(0, 64, gl.SliceLayout(0, pair))[None, :]

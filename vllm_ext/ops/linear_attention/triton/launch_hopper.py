@@ -20,6 +20,8 @@ KEY_DIMS = (64, 128)
 WIDEST_BLOCK = 128
 _LEAST_COLUMNS = 64
 _MOST_STAGES = 3
+# What two stages but the first hold of keys is as large as a state of 64 columns in FP32.
+_STATE_STAGES = 3
 _SHARED_BYTES = 227 * 1024
 # Of a thread, by kernel and its heads: four programs of four warps on a multiprocessor (KDA: two of eight), and five.
 REGISTERS = {("gdn", 1): 128, ("gdn", 2): 128, ("kda", 1): 128, ("inverse", 1): 96, ("inverse", 2): 128}
@@ -29,7 +31,7 @@ TRANSITION_REGISTERS = 128
 _LEAST_PAIRS = 1024
 # Up to so many chunks of heads a launch starts while the one before it ends; more of them fill the GPU either way, and
 # programs that wait for their turn take room from those that do not.
-_MOST_DEPENDENT = 8192
+_MOST_DEPENDENT = 9216
 
 
 def serves(key_dim: int, value_dim: int, num_tokens: int) -> bool:
@@ -108,6 +110,16 @@ def prepare_kda(
     )  # fmt: skip
 
 
+def state_tiles(initial: torch.Tensor, state_v_first: bool, count: int) -> TensorDescriptor | None:
+    """Initial states [sequences, heads, V, K] for the copy engine, or None where it cannot bring them as they are: they
+    are read before the launches before the recurrence end, of which a copy of them would be one. count: `stages`.
+    """
+    as_they_are = state_v_first and initial.dtype == torch.float32 and initial.data_ptr() % 16 == 0
+    if not as_they_are or count < _STATE_STAGES:
+        return None
+    return descriptor(initial.view(-1, initial.shape[-1]), [CHUNK, initial.shape[-1]])
+
+
 def recur(
     call: Call,
     kda: bool,
@@ -140,15 +152,18 @@ def recur(
     inverse, scores = _square(chunks.inverse), _square(chunks.scores)
     values, out = (descriptor(x.flatten(-2), [CHUNK, CHUNK]) for x in (v, o.flatten(0, 1)))
     groups = block // CHUNK
+    count = stages(sizes.key_dim, groups, kda)
+    whole = carries is None and part is None
+    states = state_tiles(initial, call.state_v_first, count) if whole and initial is not None else None
     # A launch that starts while the one before it ends: where that leaves room, and of segments always, whose first
     # ones run beside the transitions.
     early = chunks.inverse.shape[0] * sizes.value_heads <= _MOST_DEPENDENT or carries is not None
     options = {"maxnreg": TRANSITION_REGISTERS} if transition and groups == 1 else {}
     ends = (0, 0) if part is None else (part.start, part.stop)
     recurrence_hopper_kernel[(columns // block * sizes.value_heads * slots,)](
-        k, q, values, tails, inverse, scores, factors, out, initial, carries, final, o, cu_seqlens,
+        k, q, values, tails, inverse, scores, factors, out, states, initial, carries, final, o, cu_seqlens,
         sizes.num_sequences, sizes.num_tokens, sizes.value_heads, sizes.value_heads // sizes.heads, segment_chunks,
         *ends, K=sizes.key_dim, V=sizes.value_dim, GROUPS=groups, KDA=kda, TRANSITION=transition,
-        V_FIRST=call.state_v_first, PACKED=sizes.packed, STAGES=stages(sizes.key_dim, groups, kda),
+        V_FIRST=call.state_v_first, PACKED=sizes.packed, STAGES=count,
         PART=part is not None, num_warps=4, launch_pdl=early and not transition, **options,
     )  # fmt: skip

@@ -104,6 +104,11 @@ def prepare_gdn_hopper_kernel(
     HEADS value heads, which share a key head, within slots of 64 tokens from first_slot on; on four warps.
     """
     let_dependents_launch()
+    # Before the place is looked up, which takes a trip to memory: the tiles are asked for right after it.
+    arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(arrived, count=1)
+    fence_async_shared()
+    gl.thread_barrier()
     groups = value_heads // HEADS
     place = gl.program_id(0) // groups
     head = gl.program_id(0) % groups * HEADS
@@ -131,14 +136,12 @@ def prepare_gdn_hopper_kernel(
     solved = gl.allocate_shared_memory(gl.float16, [64 * HEADS, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     vectors = gl.allocate_shared_memory(gl.float32, [128 * HEADS], vector)
     norms = gl.allocate_shared_memory(gl.float32, [128], vector)
-    arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(arrived, count=1)
-    fence_async_shared()
-    gl.thread_barrier()
     mbarrier.expect(arrived, 256 * K)
     key_column = head // heads_a_key * K
     tma.async_copy_global_to_shared(k, [token, key_column], arrived, k_tile)
     tma.async_copy_global_to_shared(q, [token, key_column], arrived, q_tile)
+    # Else the assembler asks for the second tile behind what is made of the gates, which have to come first.
+    gl.thread_barrier()
     vectors.store(_read_gates(g, beta, token, count, g_token, beta_token, g_head, beta_head, head, HEADS))
     row = gl.arange(0, 64, by_row)[:, None]
     column = gl.arange(0, 64, by_column)[None, :]

@@ -22,7 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from vllm_ext.ops.linear_attention.triton.hopper import (
     await_launches,
     let_dependents_launch,
+    narrowed,
     sequence_of_slot,
+    times,
     to_half,
     zero_past,
 )
@@ -40,12 +42,19 @@ _UNSPECIALIZED = [
 
 
 @gluon.jit
+def _room_for_state(tiles, states, group: gl.constexpr, K: gl.constexpr):
+    """A tile [64, K] of FP32 over the second and third stages of keys, or for the second group of queries."""
+    stages = tiles[group]
+    return stages.index(1)._reinterpret(gl.float32, [64, K], states.layout)
+
+
+@gluon.jit
 def _produce(tiles, descriptors, barriers, place, p: gl.constexpr):
     """Ask the copy engine for the tiles of every chunk, STAGES ahead of who reads them."""
     k_tiles, q_tiles, v_tiles, solve_tiles, weight_tiles, tail_tiles, factor_tiles, _ = tiles
-    k, q, v, tails, inverse, scores, factors, _ = descriptors
-    ready, free = barriers
-    start, stop, begin, _, chunk_slot, head, value_heads, key_column, first_column, with_values, segment = place
+    k, q, v, tails, inverse, scores, factors, _, states = descriptors
+    ready, free, _, arrived = barriers
+    start, stop, begin, _, chunk_slot, head, value_heads, key_column, first_column, with_values, segment, row = place
     K: gl.constexpr = p[0]
     V: gl.constexpr = p[1]
     GROUPS: gl.constexpr = p[2]
@@ -56,12 +65,20 @@ def _produce(tiles, descriptors, barriers, place, p: gl.constexpr):
     PAIRS: gl.constexpr = 1 if TRANSITION else 2  # of [64, K] tiles and of [64, 64] ones
     BYTES: gl.constexpr = PAIRS * (128 * K + 8192) + (132 * K if KDA else 1024)
     VALUE_BYTES: gl.constexpr = 8192 * GROUPS
+    if states is not None:
+        # An initial state is older than the launches before this one, and comes where later chunks will.
+        mbarrier.expect(arrived, GROUPS * 256 * K)
+        for group in gl.static_range(GROUPS):
+            room = _room_for_state(tiles, states, group, K)
+            tma.async_copy_global_to_shared(states, [row + 64 * group, 0], arrived, room)
     # Chunks are older than the transitions, which a first segment need not await.
     if not SEGMENTED or segment > 0:
         await_launches()
     for step in range(stop - start):
         stage = step % STAGES
-        mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
+        # Stages but the first are free once the state is there: it comes before chunks that it has to meet first.
+        freed = step // STAGES if stage > 0 else step // STAGES + 1
+        mbarrier.wait(free.index(stage), freed & 1)
         barrier = ready.index(stage)
         if with_values:
             mbarrier.expect(barrier, BYTES + VALUE_BYTES)
@@ -93,9 +110,10 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
     """Carry 64 columns of a head's state through its chunks, on four warps."""
     k_tiles, q_tiles, v_tiles, solve_tiles, weight_tiles, tail_tiles, factor_tiles, o_tiles = tiles
     o = descriptors[7]
-    ready, free = barriers
+    states = descriptors[8]
+    ready, free, zeroed, arrived = barriers
     initial_state, carries, final_state, o_pointer, own, carry = pointers
-    start, stop, begin, length, _, head, value_heads, _, first_column, with_values, segment = place
+    start, stop, begin, length, _, head, value_heads, _, first_column, with_values, segment, _ = place
     K: gl.constexpr = p[0]
     V: gl.constexpr = p[1]
     GROUPS: gl.constexpr = p[2]
@@ -121,7 +139,11 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
     at_state = column[:, None] * K + key[None, :] if V_FIRST else key[None, :] * V + column[:, None]
     at_carry = carry + column[:, None] * K + key[None, :]
     state = gl.zeros([64, K], gl.float32, state_layout)
-    if carries is None:
+    if states is not None:
+        mbarrier.wait(arrived, 0)
+        state = _room_for_state(tiles, states, group, K).load(state_layout)
+        gl.thread_barrier()
+    elif carries is None:
         # An initial state is older than the launches before this one.
         if initial_state is not None:
             state = gl.load(initial_state + own + at_state).to(gl.float32)
@@ -138,11 +160,13 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
         await_launches()
         state = gl.load(carries + at_carry)
     zero_rows = gl.zeros([64, 64], gl.float32, rows_layout)
-    asked, within = zero_rows, zero_rows
     answer = gl.zeros([64, 64], dtype, rows_layout)
-    narrow = gl.convert_layout(state.to(dtype), left)
+    narrow = gl.convert_layout(narrowed(state, dtype), left)
+    for later in gl.static_range(1, STAGES):
+        mbarrier.expect(free.index(later), 0)
     o_tile = o_tiles.index(group)
     value_column = head * V + first_column + 64 * group
+    gl.thread_barrier()
     for step in range(stop - start):
         stage = step % STAGES
         keys = k_tiles.index(stage)
@@ -152,12 +176,17 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
         if left_over < 64:
             # What stands past the sequence's end is the next one's; 0 times its NaN would be NaN.
-            if not KDA:
+            if not KDA and group == 0:
                 zero_past(keys, left_over, 64, K)
             if with_values:
                 zero_past(values, left_over, 64, 64)
             fence_async_shared()
             gl.thread_barrier()
+            if not KDA and GROUPS > 1:
+                if group == 0:
+                    mbarrier.expect(zeroed, 0)
+                else:
+                    mbarrier.wait(zeroed, 0)
         read = warpgroup_mma(narrow, keys.permute((1, 0)), zero_rows, use_acc=False, is_async=True)
         vector = factor_tiles.index(stage)._reinterpret(gl.float32, [FACTORS], plain)
         if KDA:
@@ -168,61 +197,59 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
         rest = zero_rows
         if with_values:
             rest = values.permute((1, 0)).load(rows_layout).to(gl.float32)
-        if not TRANSITION and step > 0:
-            if GROUPS == 1:
-                answer = (asked + within).to(dtype)
-            tma.store_wait(0)
-            gl.thread_barrier()
-            o_tile.permute((1, 0)).store(answer)
-            fence_async_shared()
-            gl.thread_barrier()
-            tma.async_copy_shared_to_global(o, [token - 64, value_column], o_tile)
-            mbarrier.arrive(free.index((step - 1) % STAGES), count=1)
+        gl.thread_barrier()
         read, narrow = warpgroup_mma_wait(0, [read, narrow])
         rest = rest - read if KDA else rest - read * of_k
         rest = gl.convert_layout(to_half(rest), left)
         solve = solve_tiles.index(stage).permute((1, 0))
         delta = warpgroup_mma(rest, solve, zero_rows, use_acc=False, is_async=True)
-        if TRANSITION:
-            delta, rest = warpgroup_mma_wait(0, [delta, rest])
-        else:
+        if not TRANSITION:
             queries = q_tiles.index(stage).permute((1, 0))
             asked = warpgroup_mma(narrow, queries, zero_rows, use_acc=False, is_async=True)
-            delta, rest = warpgroup_mma_wait(1, [delta, rest])
-            weighted = gl.convert_layout(delta.to(dtype), left)
-        state = state * decay
+        if not KDA:
+            tail = vector.slice(128, 64).load(per_row)[None, :]
+        state = times(state, decay)
+        delta, rest = warpgroup_mma_wait(0 if TRANSITION else 1, [delta, rest])
         if KDA:
-            added = gl.convert_layout(delta.to(dtype), left_state)
+            added = gl.convert_layout(narrowed(delta, dtype), left_state)
             grown = warpgroup_mma(added, tail_tiles.index(stage), state, is_async=True)
         else:
-            tail = vector.slice(128, 64).load(per_row)[None, :]
-            added = gl.convert_layout((delta * tail).to(dtype), left_state)
+            added = gl.convert_layout(narrowed(delta * tail, dtype), left_state)
             grown = warpgroup_mma(added, keys, state, is_async=True)
         if TRANSITION:
             state, added = warpgroup_mma_wait(0, [grown, added])
-            narrow = gl.convert_layout(state.to(dtype), left)
+            narrow = gl.convert_layout(narrowed(state, dtype), left)
             gl.thread_barrier()
-            mbarrier.arrive(free.index(stage), count=1)
+            mbarrier.expect(free.index(stage), 0)
         else:
+            weighted = gl.convert_layout(narrowed(delta, dtype), left)
             weights = weight_tiles.index(stage).permute((1, 0))
-            within = warpgroup_mma(weighted, weights, zero_rows, use_acc=False, is_async=True)
-            asked, narrow = warpgroup_mma_wait(2, [asked, narrow])
             if not KDA:
-                asked = asked * vector.slice(64, 64).load(per_row)[None, :]
-            state, added = warpgroup_mma_wait(1, [grown, added])
-            narrow = gl.convert_layout(state.to(dtype), left)
+                of_q = vector.slice(64, 64).load(per_row)[None, :]
+                asked, narrow = warpgroup_mma_wait(1, [asked, narrow])
+                asked = times(asked, of_q)
+            if step > 0:
+                tma.store_wait(0)
+                gl.thread_barrier()
+                o_tile.permute((1, 0)).store(answer)
+                fence_async_shared()
+                gl.thread_barrier()
+                tma.async_copy_shared_to_global(o, [token - 64, value_column], o_tile)
+                mbarrier.expect(free.index((step - 1) % STAGES), 0)
+            within = warpgroup_mma(weighted, weights, asked, is_async=True)
+            if KDA:
+                state, added, narrow = warpgroup_mma_wait(1, [grown, added, narrow])
+            else:
+                state, added = warpgroup_mma_wait(1, [grown, added])
+            narrow = gl.convert_layout(narrowed(state, dtype), left)
             within, weighted = warpgroup_mma_wait(0, [within, weighted])
-            # Two groups of warps have fewer registers each.
-            if GROUPS > 1:
-                answer = (asked + within).to(dtype)
+            answer = narrowed(within, dtype)
     if TRANSITION:
         gl.store(carries + at_carry, state)
     else:
         if stop > start:
             tma.store_wait(0)
             gl.thread_barrier()
-            if GROUPS == 1:
-                answer = (asked + within).to(dtype)
             o_tile.permute((1, 0)).store(answer)
             gl.thread_barrier()
             row = (stop - 1) * 64 + gl.arange(0, 64, gl.SliceLayout(1, out_layout))
@@ -243,6 +270,7 @@ def recurrence_hopper_kernel(
     scores,
     factors,
     o,
+    states,
     initial_state,
     carries,
     final_state,
@@ -267,8 +295,9 @@ def recurrence_hopper_kernel(
 ):
     """Arguments as `recurrence_kernel`, for blocks of 64 GROUPS columns, tiles by descriptors: k, q [tokens, heads K]
     (KDA: k, q, tails [slots heads 64, K]), v and o [tokens, heads V], inverse and scores [slots heads 64, 64], factors
-    [slots heads, 256] (KDA: [.., K]). A PART of a call has the chunks of slots first_slot to end_slot, and the states
-    of sequences that began before stand in final_state.
+    [slots heads, 256] (KDA: [.., K]); states, if the copy engine is to bring the initial ones, [sequences heads V, K]
+    in FP32, for which it takes three STAGES. A PART of a call has the chunks of slots first_slot to end_slot, and the
+    states of sequences that began before stand in final_state.
     """
     if TRANSITION:
         # Whoever depends on this launch may then take the chunks for complete.
@@ -276,6 +305,17 @@ def recurrence_hopper_kernel(
     let_dependents_launch()
     dtype: gl.constexpr = v.dtype
     FACTORS: gl.constexpr = K if KDA else 256
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=GROUPS)
+    # Keys past a sequence's end are zeroed once for all groups.
+    zeroed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(zeroed, count=1)
+    arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(arrived, count=1)
+    fence_async_shared()
     COLUMN_BLOCKS: gl.constexpr = (V + K if TRANSITION else V) // (64 * GROUPS)
     program = gl.program_id(0)
     first_column = program % COLUMN_BLOCKS * (64 * GROUPS)
@@ -311,24 +351,18 @@ def recurrence_hopper_kernel(
     weight_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], scores.layout) if not TRANSITION else solve_tiles
     factor_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 1, FACTORS], factors.layout)
     o_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 64, 64], o.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=GROUPS)
-    fence_async_shared()
 
     SEGMENTED: gl.constexpr = carries is not None and not TRANSITION
     p: gl.constexpr = (K, V, GROUPS, KDA, TRANSITION, V_FIRST, STAGES, PART, SEGMENTED)
     tiles = (k_tiles, q_tiles, v_tiles, solve_tiles, weight_tiles, tail_tiles, factor_tiles, o_tiles)
-    descriptors = (k, q, v, tails, inverse, scores, factors, o)
+    descriptors = (k, q, v, tails, inverse, scores, factors, o, states)
     pointers = (initial_state, carries, final_state, o_pointer, own, carry)
     key_column = head // heads_a_key * K
     place = (
         start, stop, begin, length, chunk_slot, head, value_heads, key_column, first_column, with_values,
-        segment,
+        segment, (n * value_heads + head) * V + first_column,
     )  # fmt: skip
-    barriers = (ready, free)
+    barriers = (ready, free, zeroed, arrived)
     if GROUPS == 1:
         gl.warp_specialize(
             [
@@ -346,5 +380,5 @@ def recurrence_hopper_kernel(
                 (_produce, (tiles, descriptors, barriers, place, p)),
             ],
             [4, 1],
-            [232, 40],
+            [240, 24],
         )
