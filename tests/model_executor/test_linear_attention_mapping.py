@@ -99,3 +99,13 @@ def test_description_says_what_is_not_mapped(h200):
     assert "multiple of 16, and this is 40 x 40" in mapping.describe_mapping(
         problem("cuda", key_dim=40, value_dim=40), 2048, "cpu"
     )
+
+
+def test_description_of_heads_that_the_triton_kernels_pad_says_so(h200, monkeypatch):
+    pytest.importorskip("triton")
+    from vllm_ext.ops.linear_attention.triton import backend
+
+    monkeypatch.setattr(backend, "hopper_launches", lambda *_: None)
+    text = mapping.describe_mapping(problem("cuda", num_value_heads=30, key_dim=96, value_dim=192), 2048, "triton")
+    assert "30 heads (padded to 128 x 192) in 3 parts by columns of the state" in text
+    assert "padded" not in mapping.describe_mapping(problem("cuda"), 2048, "triton")

@@ -95,12 +95,16 @@ def _planned(problem: Problem, num_tokens: int, device: DeviceChip) -> str:
 def _of_triton_kernel(problem: Problem, num_tokens: int, cores: int) -> str:
     from vllm_ext.ops.linear_attention.triton import backend
     from vllm_ext.ops.linear_attention.triton.chunks import Sizes
+    from vllm_ext.ops.linear_attention.triton.padding import key_size, value_size
 
-    heads = (problem.num_heads, problem.num_value_heads)
-    sizes = Sizes(1, num_tokens, True, *heads, problem.key_dim, problem.value_dim)
+    key_dim = key_size(problem.key_dim) or problem.key_dim
+    value_dim = value_size(problem.value_dim) or problem.value_dim
+    sizes = Sizes(1, num_tokens, True, problem.num_heads, problem.num_value_heads, key_dim, value_dim)
     mapping = backend.map_call(problem.op, sizes, cores, backend.hopper_launches(problem.device, sizes))
-    pieces = problem.value_dim // mapping.block_columns
+    pieces = value_dim // mapping.block_columns
     named = f"{problem.num_value_heads} heads"
+    if (key_dim, value_dim) != (problem.key_dim, problem.value_dim):
+        named += f" (padded to {key_dim} x {value_dim})"
     text = f"{named} whole" if pieces == 1 else f"{named} in {pieces} parts by columns of the state"
     return text if mapping.segment_chunks is None else f"{text}, in segments of {mapping.segment_chunks} chunks"
 

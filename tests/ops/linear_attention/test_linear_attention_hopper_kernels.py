@@ -154,6 +154,7 @@ def recur(
         ((70, 0, 1, 330), (128, 64), True, True, 1, None, True, 3),
         ((5, 330, 0, 64), (64, 128), False, True, 2, None, True, 3),
         ((1, 330), (64, 128), False, True, 1, None, True, 3),
+        ((200, 1), (128, 192), True, True, 1, 1, False, 2),
     ],
 )
 def test_equals_the_recurrence(

@@ -279,6 +279,30 @@ def test_what_the_kernels_do_not_take_is_named(op: str, function: Any):
     brain = sample_operands(op, 1, 20, 1, 1, 16, 16, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match=r"interpreter .*bfloat16.*float16"):
         function(**brain, backend="triton")
-    odd = sample_operands(op, 1, 20, 1, 1, 24, 16, dtype=torch.float16)
-    with pytest.raises(RuntimeError, match="K=24"):
-        function(**odd, backend="triton")
+    for what, dims in (("K", (264, 16)), ("V", (16, 264))):
+        large = sample_operands(op, 1, 20, 1, 1, *dims, dtype=torch.float16)
+        with pytest.raises(RuntimeError, match=rf"{what}=264.*up to 256"):
+            function(**large, backend="triton")
+
+
+@pytest.mark.parametrize("state_v_first", [False, True])
+@pytest.mark.parametrize("dims", [(96, 192), (24, 16), (16, 40)])
+def test_heads_of_a_size_without_tiles_are_right_and_keep_their_size(
+    error: Any, op: str, function: Any, dims: tuple[int, int], state_v_first: bool
+):
+    """OLMo-hybrid's keys have 96 channels and its values 192; its steps go up to 2."""
+    operands = sample_operands(op, 1, 130, 1, 2, *dims, dtype=torch.float16, normalised=False)
+    operands["beta"] = 2 * operands["beta"]
+    state = sample_state(2, 2, *dims)
+    options = {
+        "initial_state": state.transpose(-1, -2) if state_v_first else state,
+        "cu_seqlens": offsets([65, 65]),
+        "use_qk_l2norm_in_kernel": True,
+        "state_v_first": state_v_first,
+    }
+    o, final = check(error, op, operands, **options)
+    assert o.shape == operands["v"].shape
+    assert final.shape == options["initial_state"].shape
+    assert o.is_contiguous()
+    assert final.is_contiguous()
+    assert function(**operands, **options, backend="triton")[1] is None

@@ -16,6 +16,7 @@ import triton
 
 from vllm_ext.ops.linear_attention.problem import Call, Problem
 from vllm_ext.ops.linear_attention.triton.chunks import Chunks, Sizes
+from vllm_ext.ops.linear_attention.triton.padding import KEY_SIZES, VALUE_SIZES, key_size, narrow, value_size, widen
 from vllm_ext.ops.linear_attention.triton.plan import CHUNK, Mapping, map_prefill
 from vllm_ext.ops.linear_attention.triton.prepare_gdn import prepare_gdn_kernel
 from vllm_ext.ops.linear_attention.triton.prepare_kda import prepare_kda_kernel
@@ -27,7 +28,6 @@ from vllm_ext.ops.triton_device import usable as usable
 
 NAME = "triton"
 DTYPES = (torch.bfloat16, torch.float16)
-HEAD_SIZES = (16, 32, 64, 128, 256)
 # Gluon changes from one version of Triton to the next; these are the ones its kernel has run with.
 GLUON_VERSIONS = ("3.6.",)
 _FACTOR_ROWS = 4
@@ -42,25 +42,26 @@ _MOST_BYTES = 768 * 2**20
 
 
 def supports(problem: Problem) -> tuple[bool, str]:
-    """16-bit operands and head sizes that fill tensor-core tiles."""
+    """16-bit operands and head sizes that fit tensor-core tiles."""
     if problem.dtype not in DTYPES:
         return False, f"q, k, v are {problem.dtype}; the Triton kernels take bfloat16 and float16"
     if problem.dtype == torch.bfloat16 and interpreting():
         return False, "Triton's interpreter multiplies the bits of torch.bfloat16 as integers; pass float16 to it"
-    for what, size in (("K", problem.key_dim), ("V", problem.value_dim)):
-        if size not in HEAD_SIZES:
-            return False, f"{what}={size} is not one of the head sizes {', '.join(map(str, HEAD_SIZES))}"
+    if key_size(problem.key_dim) is None:
+        return False, f"K={problem.key_dim}; the Triton kernels take head sizes up to {KEY_SIZES[-1]}"
+    if value_size(problem.value_dim) is None:
+        return False, f"V={problem.value_dim}; the Triton kernels take head sizes up to {VALUE_SIZES[-1]}"
     return True, ""
 
 
 def chunk_gated_delta_rule(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `interface.chunk_gated_delta_rule`."""
-    return run(call, "gdn")
+    return narrow(*run(widen(call, "gdn"), "gdn"), call)
 
 
 def chunk_kda(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `interface.chunk_kda`."""
-    return run(call, "kda")
+    return narrow(*run(widen(call, "kda"), "kda"), call)
 
 
 def run(call: Call, op: str, mapping: Mapping | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
