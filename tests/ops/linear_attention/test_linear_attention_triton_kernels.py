@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from vllm_ext.ops.linear_attention import chunk_gated_delta_rule, chunk_kda
@@ -78,13 +78,26 @@ def check(
     op=st.sampled_from(["gdn", "kda"]),
     lengths=st.lists(st.sampled_from([0, 1, 15, 63, 64, 65, 130]), min_size=1, max_size=3),
     heads=st.sampled_from([(1, 1), (1, 2), (2, 2), (2, 4)]),
-    dims=st.sampled_from([(16, 16), (32, 16), (16, 32), (64, 64)]),
+    dims=st.sampled_from([(16, 16), (32, 16), (16, 32), (64, 64), (24, 40), (17, 1)]),
     packed=st.booleans(),
     with_state=st.sampled_from([None, torch.float32, torch.bfloat16, torch.float16]),
     state_v_first=st.booleans(),
     normalise=st.booleans(),
     seed=st.integers(0, 2**16),
 )
+# Padded, whatever is drawn: as a batch, without a state, with one in 16 bits, without a token.
+@example(
+    op="kda", lengths=[65, 65], heads=(1, 2), dims=(17, 1), packed=False,
+    with_state=torch.bfloat16, state_v_first=True, normalise=True, seed=0,
+)  # fmt: skip
+@example(
+    op="gdn", lengths=[70, 70], heads=(2, 4), dims=(24, 40), packed=False,
+    with_state=None, state_v_first=False, normalise=False, seed=0,
+)  # fmt: skip
+@example(
+    op="gdn", lengths=[0, 0], heads=(1, 2), dims=(255, 129), packed=True,
+    with_state=torch.float16, state_v_first=False, normalise=True, seed=0,
+)  # fmt: skip
 def test_equals_the_recurrence_for_any_shape(
     error: Any, op, lengths, heads, dims, packed, with_state, state_v_first, normalise, seed
 ):
