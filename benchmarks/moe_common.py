@@ -40,29 +40,27 @@ class Shape:
         return 2 * tokens * self.top_k * 3 * self.hidden * self.inter
 
 
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("DiffusionGemma", 2816, 704, 128, 8, 128, 64, "gelu_tanh"),
-        Shape("Qwen3-30B-A3B", 2048, 768, 128, 8, 128, 128, "silu"),
-        Shape("Qwen3.5-35B-A3B", 2048, 512, 256, 8, 128, 128, "silu"),
-    )
-}
+def _by_name(*shapes: Shape) -> dict[str, Shape]:
+    return {shape.name: shape for shape in shapes}
+
+
+SHAPES = _by_name(
+    Shape("DiffusionGemma", 2816, 704, 128, 8, 128, 64, "gelu_tanh"),
+    Shape("Qwen3-30B-A3B", 2048, 768, 128, 8, 128, 128, "silu"),
+    Shape("Qwen3.5-35B-A3B", 2048, 512, 256, 8, 128, 128, "silu"),
+)
 
 # Others that the tuner and the benchmark know by name.
-FAMILIES = {
-    shape.name: shape
-    for shape in (
-        Shape("Mixtral-8x7B", 4096, 14336, 8, 2, 128, 64, "silu"),
-        Shape("DeepSeek-V2-Lite", 2048, 1408, 64, 6, 128, 64, "silu"),
-        Shape("OLMoE-1B-7B", 2048, 1024, 64, 8, 128, 64, "silu"),
-        Shape("GLM-4.5-Air", 4096, 1408, 128, 8, 128, 64, "silu"),
-        Shape("Qwen3-235B-A22B", 4096, 1536, 128, 8, 128, 64, "silu"),
-        Shape("Qwen3-Next-80B-A3B", 2048, 512, 512, 10, 128, 64, "silu"),
-        Shape("Kimi-Linear-48B-A3B", 2304, 1024, 256, 8, 128, 64, "silu"),
-        Shape("gpt-oss-20b", 2880, 2880, 32, 4, 128, 64, "swigluoai", bias=True),
-    )
-}
+FAMILIES = _by_name(
+    Shape("Mixtral-8x7B", 4096, 14336, 8, 2, 128, 64, "silu"),
+    Shape("DeepSeek-V2-Lite", 2048, 1408, 64, 6, 128, 64, "silu"),
+    Shape("OLMoE-1B-7B", 2048, 1024, 64, 8, 128, 64, "silu"),
+    Shape("GLM-4.5-Air", 4096, 1408, 128, 8, 128, 64, "silu"),
+    Shape("Qwen3-235B-A22B", 4096, 1536, 128, 8, 128, 64, "silu"),
+    Shape("Qwen3-Next-80B-A3B", 2048, 512, 512, 10, 128, 64, "silu"),
+    Shape("Kimi-Linear-48B-A3B", 2304, 1024, 256, 8, 128, 64, "silu"),
+    Shape("gpt-oss-20b", 2880, 2880, 32, 4, 128, 64, "swigluoai", bias=True),
+)
 
 
 def shape_of(text: str) -> Shape:

@@ -40,12 +40,12 @@ from vllm_ext.benchmarks.moe_common import (
     routings,
     shape_of,
 )
+from vllm_ext.benchmarks.registry import write_json
 from vllm_ext.benchmarks.tune_moe_candidates import candidates, every_kernel
 
 from vllm_ext.ops.moe import fused_moe_w4a16, prepare_experts
 from vllm_ext.ops.moe.experts import CallOptions, PreparedExperts
 from vllm_ext.ops.moe.triton import backend, choice, config, stream
-from vllm_ext.ops.moe.triton.align import Alignment
 from vllm_ext.ops.moe.triton.config import GemmConfig, LaunchConfig
 
 TOKENS = (1, 8, 32, 64, 256, 1024, 4096)
@@ -57,7 +57,7 @@ _AGAIN, _ROUNDS = 3, 5  # the fastest few are timed in turns
 
 
 class Layer:
-    """Experts of one shape, a few routings of one batch size, and each GEMM of the layer as a call to time."""
+    """Experts of one shape, and a few routings of one batch size."""
 
     def __init__(self, shape: Shape, experts: PreparedExperts, tokens: int, count: int) -> None:
         device = experts.tensors["w13_words"].device
@@ -66,26 +66,6 @@ class Layer:
         self.x = torch.randn(tokens, shape.hidden, device=device, dtype=torch.bfloat16)
         self.weights, ids = zip(*routings(shape, tokens, count, device), strict=True)
         self.ids = [i % experts.tensors["w13_words"].shape[0] for i in ids]
-
-    def gate_up(self, gemm: GemmConfig) -> list[Callable[[], tuple[torch.Tensor, torch.Tensor]]]:
-        """One call a routing."""
-        launch = LaunchConfig(gemm, gemm)
-        return [
-            partial(backend.gate_up, launch, self.experts, weights, aligned, weights.shape[1], self.options)
-            for aligned, weights in zip(self._aligned(launch), self.weights, strict=True)
-        ]
-
-    def down(self, gemm: GemmConfig) -> list[Callable[[], torch.Tensor]]:
-        """One call a routing; the first GEMM has run once, before."""
-        launch = LaunchConfig(GemmConfig(max(16, gemm.block_tokens), 128, 8, 1, gemm.scaling), gemm)
-        calls: list[Callable[[], torch.Tensor]] = []
-        for aligned, weights in zip(self._aligned(launch), self.weights, strict=True):
-            inner, sums = backend.gate_up(launch, self.experts, weights, aligned, weights.shape[1], self.options)
-            calls.append(partial(backend.down, launch, inner, sums, self.experts, aligned))
-        return calls
-
-    def _aligned(self, launch: LaunchConfig) -> list[Alignment]:
-        return [backend.align_call(launch, self.x, ids, None, self.experts) for ids in self.ids]
 
     def whole(self, launch: LaunchConfig) -> list[Callable[[], torch.Tensor]]:
         """The whole layer, one call a routing."""
@@ -117,7 +97,7 @@ class Cell:
         if backend.served(launch, layer.experts, layer.x, layer.options) != launch:
             return "the kernels it asks for do not serve this layer here"
         try:
-            call = self.layer.whole(launch)[0]
+            call = layer.whole(launch)[0]
             out = call().clone()
             same = all(torch.equal(out, call()) for _ in range(2))
         except Exception as error:
@@ -266,7 +246,7 @@ def _report_of(where: dict[str, Any], report: Callable[[dict[str, Any]], None], 
 
 def _short(gemm: GemmConfig) -> str:
     flags = "".join(f" {name}" for name in ("split", "guess", "apart") if getattr(gemm, name))
-    kind = "tiles" if not gemm.programs else "streamed" if gemm.scaling == "sum" else "wide"
+    kind = "tiles" if not gemm.programs else "wide" if stream.wide(gemm) else "streamed"
     return f"{kind} {gemm.block_tokens}x{gemm.block_rows} w{gemm.num_warps} p{gemm.programs}{flags}"
 
 
@@ -350,6 +330,5 @@ def main(argv: list[str]) -> int:
     for key, slots, entry in tune(plans, until, report):
         table["shapes"].setdefault(key, {})[slots] = entry
         if not (args.dry_run or args.no_search):
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+            write_json(path, table)
     return 0

@@ -21,8 +21,7 @@ from vllm_ext.benchmarks.moe_common import SHAPES, Shape, random_experts, relati
 from vllm_ext.ops.moe import fused_moe_w4a16, prepare_experts
 from vllm_ext.ops.moe.experts import CallOptions, PreparedExperts
 from vllm_ext.ops.moe.triton import backend as triton_backend
-from vllm_ext.ops.moe.triton.choice import streamed as _streamed
-from vllm_ext.ops.moe.triton.choice import wide as _wide
+from vllm_ext.ops.moe.triton.choice import streamed, wide
 from vllm_ext.ops.moe.triton.config import LaunchConfig
 from vllm_ext.quantization import QuantizedWeight
 
@@ -31,22 +30,18 @@ TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1.5e-3}
 
 # The persistent kernels, asked for where a table would not.
 STREAMED = {
-    "few": LaunchConfig(_streamed(8, 128, 4, 4), _streamed(16, 256, 8, 2)),
-    "some": LaunchConfig(_streamed(32, 128, 4, 3), _streamed(32, 128, 4, 2)),
-    "some, more rows": LaunchConfig(_streamed(32, 128, 4, 2), _streamed(32, 256, 8, 2)),
-    "shared": LaunchConfig(_streamed(8, 64, 4, 4, split=True), _streamed(8, 256, 8, 2, split=True)),
-    "guessed": LaunchConfig(replace(_streamed(8, 128, 4, 4), guess=True), _streamed(8, 256, 4, 2)),
-    "guessed, more": LaunchConfig(replace(_streamed(16, 128, 4, 2), guess=True), _streamed(32, 128, 4, 3)),
-    "apart": LaunchConfig(
-        replace(_streamed(8, 128, 4, 4), guess=True, apart=True), replace(_streamed(8, 256, 4, 2), apart=True)
-    ),
-    "apart, more": LaunchConfig(
-        replace(_streamed(16, 256, 4, 2), apart=True), replace(_streamed(32, 128, 4, 3), apart=True)
-    ),
-    "wide, few": LaunchConfig(_wide(16, 128, 4, 2), _wide(16, 256, 8, 2)),
-    "wide, some": LaunchConfig(_wide(32, 128, 4, 2), _wide(32, 256, 8, 2)),
-    "wide, more": LaunchConfig(_wide(64, 128, 4, 2), _wide(64, 256, 8, 1)),
-    "wide, many": LaunchConfig(_wide(128, 128, 8, 1), _wide(128, 256, 8, 1)),
+    "few": LaunchConfig(streamed(8, 128, 4, 4), streamed(16, 256, 8, 2)),
+    "some": LaunchConfig(streamed(32, 128, 4, 3), streamed(32, 128, 4, 2)),
+    "some, more rows": LaunchConfig(streamed(32, 128, 4, 2), streamed(32, 256, 8, 2)),
+    "shared": LaunchConfig(streamed(8, 64, 4, 4, split=True), streamed(8, 256, 8, 2, split=True)),
+    "guessed": LaunchConfig(streamed(8, 128, 4, 4, guess=True), streamed(8, 256, 4, 2)),
+    "guessed, more": LaunchConfig(streamed(16, 128, 4, 2, guess=True), streamed(32, 128, 4, 3)),
+    "apart": LaunchConfig(streamed(8, 128, 4, 4, guess=True, apart=True), streamed(8, 256, 4, 2, apart=True)),
+    "apart, more": LaunchConfig(streamed(16, 256, 4, 2, apart=True), streamed(32, 128, 4, 3, apart=True)),
+    "wide, few": LaunchConfig(wide(16, 128, 4, 2), wide(16, 256, 8, 2)),
+    "wide, some": LaunchConfig(wide(32, 128, 4, 2), wide(32, 256, 8, 2)),
+    "wide, more": LaunchConfig(wide(64, 128, 4, 2), wide(64, 256, 8, 1)),
+    "wide, many": LaunchConfig(wide(128, 128, 8, 1), wide(128, 256, 8, 1)),
 }
 ODD = Shape("odd sizes", 200, 88, 6, 3, 32, 8, "silu")
 NARROW = Shape("narrow", 576, 192, 16, 2, 64, 64, "silu")

@@ -28,13 +28,10 @@ def _plain(x: Any) -> Any:
     return x.data if isinstance(x, Value) else x
 
 
-class Value:
-    """A tensor of a kernel; scalars have no dimensions."""
+class _Tensor:
+    """What a kernel asks of tensors wherever they are."""
 
-    type = SimpleNamespace(layout=SimpleNamespace(parent=None))
-
-    def __init__(self, data: Any) -> None:
-        self.data = torch.as_tensor(_plain(data))
+    data: torch.Tensor
 
     @property
     def dtype(self) -> torch.dtype:
@@ -43,6 +40,15 @@ class Value:
     @property
     def shape(self) -> list[int]:
         return list(self.data.shape)
+
+
+class Value(_Tensor):
+    """A tensor of a kernel; scalars have no dimensions."""
+
+    type = SimpleNamespace(layout=SimpleNamespace(parent=None))
+
+    def __init__(self, data: Any) -> None:
+        self.data = torch.as_tensor(_plain(data))
 
     def to(self, dtype: Any, bitcast: bool = False) -> Any:
         if isinstance(dtype, SimpleNamespace):
@@ -105,19 +111,11 @@ class Pointer:
         return Value(self.at)
 
 
-class Shared:
+class Shared(_Tensor):
     """A block of shared memory, or a part of one."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data, self.layout = data, None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.data.dtype
-
-    @property
-    def shape(self) -> list[int]:
-        return list(self.data.shape)
 
     def store(self, value: Value) -> None:
         assert value.shape == self.shape

@@ -95,10 +95,9 @@ def _planned(problem: Problem, num_tokens: int, device: DeviceChip) -> str:
 def _of_triton_kernel(problem: Problem, num_tokens: int, cores: int) -> str:
     from vllm_ext.ops.linear_attention.triton import backend
     from vllm_ext.ops.linear_attention.triton.chunks import Sizes
-    from vllm_ext.ops.linear_attention.triton.padding import key_size, value_size
+    from vllm_ext.ops.linear_attention.triton.padding import head_sizes
 
-    key_dim = key_size(problem.key_dim) or problem.key_dim
-    value_dim = value_size(problem.value_dim) or problem.value_dim
+    key_dim, value_dim = head_sizes(problem.key_dim, problem.value_dim)
     sizes = Sizes(1, num_tokens, True, problem.num_heads, problem.num_value_heads, key_dim, value_dim)
     mapping = backend.map_call(problem.op, sizes, cores, backend.hopper_launches(problem.device, sizes))
     pieces = value_dim // mapping.block_columns

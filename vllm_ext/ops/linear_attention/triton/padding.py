@@ -28,10 +28,16 @@ def value_size(size: int) -> int | None:
     return next((known for known in VALUE_SIZES if size <= known), None)
 
 
+def head_sizes(key_dim: int, value_dim: int) -> tuple[int, int]:
+    """The sizes that heads of such sizes are computed in; their own where none holds them."""
+    return key_size(key_dim) or key_dim, value_size(value_dim) or value_dim
+
+
 def widen(call: Call, op: str) -> Call:
     """The call with heads of the kernels' sizes; the very call where they are. `supports` has looked at them."""
     key_dim, value_dim = call.q.shape[-1], call.v.shape[-1]
-    more_keys, more_values = (key_size(key_dim) or key_dim) - key_dim, (value_size(value_dim) or value_dim) - value_dim
+    keys, values = head_sizes(key_dim, value_dim)
+    more_keys, more_values = keys - key_dim, values - value_dim
     if not more_keys and not more_values:
         return call
     state = call.initial_state
