@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from vllm_ext.benchmarks.moe_common import SHAPES, Shape, random_experts, relative_error, routings
+from vllm_ext.benchmarks.moe_common import FAMILIES, SHAPES, Shape, random_experts, relative_error, routings
 
 from vllm_ext.ops.moe import fused_moe_w4a16, prepare_experts
 from vllm_ext.ops.moe.experts import CallOptions, PreparedExperts
@@ -101,7 +101,10 @@ def cases(small: bool) -> list[Case]:
     made += [Case(replace(UNTUNED, inter=64, group_w13=64), m) for m in (300, 5000)]
     made += [Case(replace(UNTUNED, inter=640, group_w13=40, group_w2=40), 300)]
     # 704 columns are five groups of 128 and a half.
-    return made + [Case(replace(dg, group_w2=128), m) for m in (64, 1024)]
+    made += [Case(replace(dg, group_w2=128), m) for m in (64, 1024)]
+    # Rows of families whose pairs no case above launches.
+    kimi, qwen235, deepseek = (FAMILIES[n] for n in ("Kimi-Linear-48B-A3B", "Qwen3-235B-A22B", "DeepSeek-V2-Lite"))
+    return made + [Case(kimi, m) for m in (1, 8, 32, 64, 256, 1024, 4096)] + [Case(qwen235, 1024), Case(deepseek, 1)]
 
 
 class Built:
