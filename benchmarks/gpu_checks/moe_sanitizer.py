@@ -46,7 +46,7 @@ from vllm_ext.ops.moe.triton.config import GemmConfig, LaunchConfig
 TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")
 KERNELS = (
     "stream_kernel", "wide_kernel", "gate_up_kernel", "down_kernel",
-    "_align_kernel", "_count_kernel", "_offset_kernel", "_place_kernel", "_combine_kernel",
+    "align_kernel", "count_kernel", "offset_kernel", "place_kernel", "_combine_kernel",
 )  # fmt: skip
 _HIDDEN, _INTER, _EXPERTS, _TOP_K = 512, 256, 4, 2
 _FIRST_PORT, _PORTS = 49152, 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 
 import pytest
@@ -13,16 +14,40 @@ from vllm_ext.model_executor import warm_up
 
 
 @pytest.mark.parametrize(
-    ("largest", "captured", "sizes"),
+    ("largest", "captured", "top_k", "sizes"),
     [
-        (8192, 512, [768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]),
-        (64, 0, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]),
-        (3000, 256, [384, 512, 768, 1024, 1536, 2048, 3000]),
-        (256, 256, [256]),
+        (8192, 512, 8, [513, 768, 1024, 1025, 1536, 2048, 2049, 3072, 4096, 4097, 6144, 8192]),
+        (64, 0, 1, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]),
+        (3000, 256, 6, [341, 342, 384, 512, 682, 683, 768, 1024, 1365, 1366, 1536, 2048, 2730, 2731, 3000]),
+        (256, 256, 10, [256]),
     ],
 )
-def test_powers_of_two_and_their_middles_that_vllm_does_not_run_itself(largest, captured, sizes):
-    assert warm_up.step_sizes(largest, captured) == sizes
+def test_what_vllm_does_not_run_itself_and_other_kernels_serve(largest, captured, top_k, sizes):
+    """Configurations change at powers of two and their middles; sorts between 2048, 4096, ... slots and one more: of
+    six a token, 4096 are 682 tokens and two thirds."""
+    assert warm_up.step_sizes(largest, captured, top_k) == sizes
+
+
+def sorted_by(slots):
+    """What the kernels that sort so many slots are compiled for, beside the blocks of both GEMMs."""
+    from vllm_ext.ops.moe.triton import align
+    from vllm_ext.ops.moe.triton.launch_sizes import next_power_of_2
+
+    if slots <= align._ONE_LAUNCH_SLOTS:
+        return align.one_launch_shape(slots)
+    return next_power_of_2(align.chunks_of(slots)[1])
+
+
+def never_run_ahead(launched, top_k, captured, largest=8192):
+    """Steps that reach kernels which no size run ahead does, by `launched` for a number of tokens."""
+
+    def kernels(tokens):
+        return launched(tokens), sorted_by(tokens * top_k)
+
+    # Up to `captured` vLLM pads to sizes that it runs, in steps of 8 or 16.
+    padded = [size for size in (1, 2, 4, *range(8, captured + 1, 8)) if size <= captured]
+    run = {kernels(size) for size in [*warm_up.step_sizes(largest, captured, top_k), *padded]}
+    return [tokens for tokens in range(captured + 1, largest + 1) if kernels(tokens) not in run]
 
 
 @pytest.mark.parametrize("captured", [0, 512])
@@ -30,20 +55,39 @@ def test_powers_of_two_and_their_middles_that_vllm_does_not_run_itself(largest, 
 @pytest.mark.parametrize("intermediate", [88, 352, 704])
 def test_no_step_is_launched_as_none_of_these_sizes_is(intermediate, experts, top_k, captured):
     """88 and 352 columns are left to tiles, for which the rule counted every token: steps of 3073 to 4095 tokens, one
-    slot each over 128 experts, were launched as no size run ahead, and two kernels compiled on the first request."""
+    slot each over 128 experts, were launched as no size run ahead, and two kernels compiled on the first request. So
+    were steps of 641 to 682 tokens, six slots each over 160 experts, sorted."""
     pytest.importorskip("triton")
     from vllm_ext.ops.moe import ExpertsMeta
     from vllm_ext.ops.moe.triton import choice
 
     meta = ExpertsMeta("triton", experts, 2048, intermediate, 128, 64, True, "float", torch.bfloat16)
     for plain in (True, False):
+        launched = functools.partial(choice.rule, meta, top_k=top_k, num_global=experts, plain=plain)
+        assert not never_run_ahead(launched, top_k, captured)
 
-        def launched(tokens, plain=plain):
-            return choice.rule(meta, tokens, top_k, experts, plain)
 
-        # Up to `captured` vLLM pads to sizes that it runs, in steps of 8 or 16.
-        run = {launched(size) for size in [*warm_up.step_sizes(8192, captured), *range(8, captured + 1, 8), 1, 2, 4]}
-        assert {launched(tokens) for tokens in range(captured + 1, 8193)} <= run
+@pytest.mark.parametrize("captured", [0, 512])
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "experts", "top_k"),
+    [(2048, 512, 512, 10), (2048, 1408, 64, 6), (2816, 704, 128, 8), (4096, 14336, 8, 2)],
+)
+def test_no_step_is_launched_by_a_table_as_none_of_these_sizes_is(
+    hidden, intermediate, experts, top_k, captured, monkeypatch
+):
+    """Qwen3-Next's steps of 820 to 1023 tokens were alone in being sorted in three launches for its row of 256."""
+    pytest.importorskip("triton")
+    from vllm_ext.ops.moe import ExpertsMeta
+    from vllm_ext.ops.moe.triton import choice
+
+    monkeypatch.setattr(choice, "_device_name", lambda index: "NVIDIA H200")
+    meta = ExpertsMeta("triton", experts, hidden, intermediate, 128, 64, True, "float", torch.bfloat16)
+
+    def launched(tokens):
+        return choice.choose(meta, tokens, top_k, experts, False, 0, True)
+
+    assert len({launched(tokens) for tokens in range(1, 8193)}) > 4
+    assert not never_run_ahead(launched, top_k, captured)
 
 
 def configuration(*, eager=False, mode="FULL_AND_PIECEWISE", ranks=1):
@@ -116,7 +160,7 @@ def test_worker_warms_up_after_its_own_kernels(layer):
     warm_up.hook_worker(module)
     worker = types.SimpleNamespace(vllm_config=configuration(), get_model=lambda: torch.nn.ModuleList([layer]))
     module.kernel_warmup(worker)
-    assert done == ["vLLM", 768, 1024, 1536, 2048]
+    assert done == ["vLLM", 513, 768, 1024, 1025, 1536, 2048]
 
 
 @pytest.mark.vllm

@@ -1,8 +1,9 @@
 """Compile the experts' kernels while an engine starts, not on the first request that meets them.
 
 vLLM runs a model once at its largest step and once at every size it captures as a graph. Steps between the two are
-served by other launch configurations, which change at powers of two, and other sorting kernels, which change between
-them: a first sweep over powers alone left a request of 300 tokens to compile two kernels.
+served by other launch configurations, which change at powers of two and their middles, and by other sorting kernels,
+which change at powers of two slots: six slots a token, and steps of 683 tokens meet the configuration of 512 with a
+sort that none of these sizes had.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from typing import Any
 import torch
 
 from vllm_ext._wrapping import wrap_once
+
+# Up to so many slots they are sorted by one kernel.
+_FEWEST_SLOTS = 128
 
 logger = logging.getLogger("vllm.vllm_ext.quantization")
 
@@ -42,9 +46,11 @@ def captured_up_to(vllm_config: Any) -> int:
     return int(compilation.max_cudagraph_capture_size or 0)
 
 
-def step_sizes(largest: int, captured: int) -> list[int]:
-    """The powers of two above `captured` and the middles between them, and `largest`."""
+def step_sizes(largest: int, captured: int, top_k: int) -> list[int]:
+    """Sizes above `captured`: powers of two, the middles between them, the last size before each change of the sorting
+    kernels and the first one after, and `largest`."""
     sizes = {part << power for power in range(largest.bit_length()) for part in (1, 3)}
+    sizes |= {(_FEWEST_SLOTS << power) // top_k + after for power in range(largest.bit_length()) for after in (0, 1)}
     return sorted({size for size in sizes if captured < size <= largest} | {largest})
 
 
@@ -58,7 +64,8 @@ def warm_up_experts(model: torch.nn.Module, largest: int, captured: int) -> None
         if kind is None or kind in seen or not getattr(method, "compiles_on_call", False):
             continue
         seen.add(kind)
-        for tokens in step_sizes(largest, captured):
+        top_k: Any = layer.top_k
+        for tokens in step_sizes(largest, captured, top_k):
             method.run_idle(layer, tokens)
     if seen:
         logger.info("w4a16-grouped: kernels for all step sizes are ready (%.1f s)", time.perf_counter() - begin)

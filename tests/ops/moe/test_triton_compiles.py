@@ -27,7 +27,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from vllm_ext.ops.moe import ExpertsMeta
-from vllm_ext.ops.moe.triton import align, backend, choice, stream
+from vllm_ext.ops.moe.triton import align, align_kernels, backend, choice, stream
 from vllm_ext.ops.moe.triton.choice import choose
 from vllm_ext.ops.moe.triton.config import GemmConfig
 from vllm_ext.ops.moe.triton.dequant import code_form
@@ -163,8 +163,8 @@ def test_a_tokens_sums_are_added_alike_for_any_number_of_slots(
         "TOKEN": (columns, sum_width, sums, triton.next_power_of_2(sums), 0, 0, 32),
         "PDL": True,
     }
-    launches = [(align._align_kernel, align.one_launch_shape(slots)) for slots in (1, 600, 1500, 8192)]
-    launches.append((align._count_kernel, (0, align._TOKEN_WARPS, 1)))
+    launches = [(align_kernels.align_kernel, align.one_launch_shape(slots)) for slots in (1, 600, 1500, 8192)]
+    launches.append((align_kernels.count_kernel, (0, align._TOKEN_WARPS, 1)))
     found = set()
     for kernel, (chunk, warps, tokens) in launches:
         more = {"CHUNK": chunk, "TOKENS": tokens} if chunk else {}

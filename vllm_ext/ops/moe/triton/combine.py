@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_ext.ops.moe.triton.align import local_expert
+from vllm_ext.ops.moe.triton.align_kernels import local_expert
 from vllm_ext.ops.moe.triton.launch_sizes import cdiv, next_power_of_2
 from vllm_ext.ops.moe.triton.pdl import carve_shared_memory, dependent_launch, wait_for_previous
 
