@@ -16,7 +16,7 @@ from moe_samples import make_layer
 from vllm_ext.ops.moe import ExpertsMeta
 from vllm_ext.ops.moe.experts import CallOptions
 from vllm_ext.ops.moe.triton import backend, choice, stream
-from vllm_ext.ops.moe.triton.config import GemmConfig, LaunchConfig
+from vllm_ext.ops.moe.triton.config import GemmConfig, LaunchConfig, load_table
 
 
 def _meta(
@@ -37,6 +37,49 @@ def test_so_many_slots_an_expert_are_the_last_of_their_blocks(slots: float, gate
         for table, size in zip((choice._GATE_UP, choice._DOWN), sizes, strict=True)
     ]
     assert [gemm.block_tokens for gemm in found if gemm] == [gate_up, down]
+
+
+def _begins(choice_of: Any, until: int) -> set[int]:
+    """The numbers of tokens at which what is chosen is another."""
+    found = [choice_of(tokens) for tokens in range(1, until + 1)]
+    return {number + 1 for number in range(1, until) if found[number] != found[number - 1]}
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (64, 6), (128, 8), (256, 8), (160, 6), (512, 10)])
+def test_the_rule_changes_at_no_other_sizes_than_the_tables_do(experts: int, top_k: int) -> None:
+    """One at 3000 tokens, say, would be one more pair to compile, which no search has timed beside the one before."""
+    rows = load_table("NVIDIA H200")
+    by_table: set[int] = set()
+    for key, of_shape in rows.items():
+        _, _, count, each = (int(part[1:]) for part in key.split("_")[:4])
+        by_table |= {round(float(slots) * count / each) for slots in of_shape}
+    assert len(by_table) < 10
+    meta = _meta(2048, 768, experts)
+    begins = _begins(lambda tokens: choice.persistent(meta, tokens, top_k, experts), 20000)
+    assert begins, "nothing is chosen by size"
+    # Above every table's last row only where a search of a sparser shape would have one.
+    assert begins - by_table <= {4 * max(by_table)}
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (32, 4), (64, 6), (128, 8), (256, 8)])
+def test_pieces_are_those_of_the_experts_that_a_routing_hits(experts: int, top_k: int) -> None:
+    """Down takes the most rows of which there are two and a half pieces for each of an H200's 132 multiprocessors,
+    or the fewest rows; counted here over drawn routings, as a call's are."""
+    generator = torch.Generator().manual_seed(0)
+    decided: set[int] = set()
+    for tokens in (8, 32, 64):
+        if not 0.2 < tokens * top_k / experts <= 12:
+            continue
+        ids = torch.rand(64, tokens, experts, generator=generator).topk(top_k).indices.flatten(1)
+        hit = sum(len(torch.unique(drawn)) for drawn in ids) / len(ids)
+        for hidden in range(512, 8192, 256):
+            pieces = {rows: hit * hidden / rows for rows in (256, 128, 64)}
+            if any(abs(count / (2.5 * 132) - 1) < 0.03 for count in pieces.values()):
+                continue  # too near for so many drawings
+            expected = next((rows for rows, count in pieces.items() if count >= 2.5 * 132), 64)
+            assert choice.persistent(_meta(hidden, 768, experts), tokens, top_k, experts).down.block_rows == expected
+            decided.add(expected)
+    assert len(decided) > 1
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (32, 4), (64, 6), (128, 8), (60, 4)])
