@@ -11,7 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from vllm_ext.benchmarks import ab, fused_ops, hf_profile, hf_steps, prompts
+from vllm_ext.benchmarks import ab, fused_ops, hf_bounds, hf_profile, hf_steps, prompts
 from vllm_ext.benchmarks.hf_arms import ARMS, Switch
 from vllm_ext.benchmarks.hf_model import SIZES, config, random_model
 from vllm_ext.benchmarks.registry import CheckFailed, main, run_benchmark
@@ -78,7 +78,7 @@ def test_amdahls_bounds_by_hand() -> None:
     """A step of 100 ms, half of it in ten layers of experts; ours take 1 ms a layer, of which reading is 0.5."""
     times = {"stock-captured": 100.0, "experts-captured": 62.5, "free-captured": 50.0}
     rows = [{"arm": name, "step_ms": time} for name, time in times.items()]
-    (row,) = hf_steps.amdahl(rows, {"stock": 5.0, "ours": 1.0, "floor": 0.5}, 10)
+    (row,) = hf_bounds.amdahl(rows, {"stock": 5.0, "ours": 1.0, "floor": 0.5}, 10)
     assert row["bound_free"] == 2.0
     assert row["bound_floor"] == pytest.approx(100 / 55)
     assert row["bound_kernel"] == pytest.approx(100 / 60)
@@ -89,7 +89,7 @@ def test_a_drifting_host_does_not_decide() -> None:
     """A host that slows down by half between two rounds: the arms of a round are compared with each other."""
     times = {"stock": [60.0, 90.0, 120.0, 99.0], "free": [40.0, 60.0, 80.0, 66.0], "experts": [50.0, 75.0, 100.0, 82.5]}
     rows = [{"arm": name, "step_ms": 0.0, "runs_ms": runs} for name, runs in times.items()]
-    (row,) = hf_steps.amdahl(rows, {}, 10)
+    (row,) = hf_bounds.amdahl(rows, {}, 10)
     assert row["speedup"] == pytest.approx(1.2)
     assert row["bound_free"] == pytest.approx(1.5)
     assert row["share_of_free"] == pytest.approx(0.8)
