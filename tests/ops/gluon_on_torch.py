@@ -3,7 +3,7 @@
 Gluon has no interpreter. Here its operations are torch's, layouts are nothing, shared memory starts as NaN, copies by
 the copy engine are made at once, and groups of warps are threads that wait at barriers which count as the hardware's
 do. So values, places, masks, and who waits for whom are what the kernel says; a missing fence or a wrong layout does
-not show.
+not show. Memory of barriers that no group uses is refused: the compiler puts tiles in its place.
 """
 
 from __future__ import annotations
@@ -160,6 +160,9 @@ class Machine:
         self.shared_bytes = 0  # of the last program
         self.changed = threading.Condition()
         self.barriers: dict[int, SimpleNamespace] = {}
+        self.blocks: list[torch.Tensor] = []  # of shared memory, in the last program
+        self.of_barriers: set[int] = set()  # numbers of blocks, in all programs of a run
+        self.used: set[int] = set()  # those with a barrier that somebody waited for or arrived at
 
     def pointer(self, tensor: torch.Tensor | None) -> Pointer | None:
         if tensor is None:
@@ -169,12 +172,16 @@ class Machine:
 
     def run(self, kernel: Callable[..., None], programs: int, *operands: Any, **constants: Any) -> None:
         """The kernel's programs, tensors as pointers; the last one first, for none may count on those before it."""
-        self.memory.clear()
+        for kept in (self.memory, self.of_barriers, self.used):
+            kept.clear()
         given = [self.pointer(x) if isinstance(x, torch.Tensor) else x for x in operands]
         for self.program in reversed(range(programs)):
             self.barriers.clear()
+            self.blocks.clear()
             self.shared_bytes = 0
             kernel(*given, **constants)
+        idle = self.of_barriers - self.used if self.used else set()
+        assert not idle, f"blocks {sorted(idle)} of shared memory hold barriers for nobody: tiles may lie over them"
 
     def _access(self, pointer: Pointer, mask: Any, value: torch.Tensor | None, found: torch.Tensor) -> None:
         at, wanted = torch.broadcast_tensors(  # type: ignore[no-untyped-call]
@@ -201,14 +208,22 @@ class Machine:
 
     def allocate(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
         self.shared_bytes += math.prod(shape) * dtype.itemsize
-        return Shared(torch.full(list(shape), float("nan") if dtype.is_floating_point else 0, dtype=dtype))
+        data = torch.full(list(shape), float("nan") if dtype.is_floating_point else 0, dtype=dtype)
+        self.blocks.append(data)
+        return Shared(data)
+
+    def _block(self, part: Shared) -> int:
+        place = part.data.untyped_storage().data_ptr()
+        return [block.data_ptr() for block in self.blocks].index(place)
 
     def init(self, barrier: Shared, count: int) -> None:
         state = SimpleNamespace(count=count, missing=count, bytes=0, phase=0)
         self.barriers[barrier.data.data_ptr()] = state
+        self.of_barriers.add(self._block(barrier))
 
     def _signal(self, barrier: Shared, arrivals: int, more_bytes: int) -> None:
         with self.changed:
+            self.used.add(self._block(barrier))
             state = self.barriers[barrier.data.data_ptr()]
             state.missing -= arrivals
             state.bytes += more_bytes
@@ -220,6 +235,7 @@ class Machine:
     def wait(self, barrier: Shared, parity: Any) -> None:
         state = self.barriers[barrier.data.data_ptr()]
         with self.changed:
+            self.used.add(self._block(barrier))
             passed = self.changed.wait_for(lambda: state.phase % 2 != int(parity), _DEADLOCK_SECONDS)
         assert passed, "a group of warps waits for ever"
 

@@ -110,6 +110,29 @@ def compile_for_hopper(kernel: Any, types: dict[str, str], taken: dict[str, Any]
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **options})
 
 
+def compile_recurrence(groups: int, transition: bool, kda: bool = False, states: bool = True) -> Any:
+    """states: the copy engine brings initial ones, as it does for no transition."""
+    from vllm_ext.ops.linear_attention.triton.launch_hopper import TRANSITION_REGISTERS, stages
+    from vllm_ext.ops.linear_attention.triton.recurrence_hopper import recurrence_hopper_kernel
+
+    keys, square = descriptor("bf16", 64, 128), descriptor("bf16", 64, 64)
+    types = {"k": keys, "q": keys, "tails": keys, **dict.fromkeys(("v", "o", "scores"), square)}
+    types["inverse"] = descriptor("fp16", 64, 64)
+    types |= {"factors": descriptor("fp32", 1, 128 if kda else 256, swizzle=False), "o_pointer": "*bf16"}
+    types |= dict.fromkeys(("initial_state", "carries", "final_state"), "*fp32")
+    taken = {"K": 128, "V": 128, "GROUPS": groups, "KDA": kda, "TRANSITION": transition, "V_FIRST": True}
+    taken |= {"PACKED": True, "STAGES": stages(128, groups, kda), "PART": False}
+    if not transition:
+        taken["carries"] = None
+        del types["carries"]
+    if states and not transition:
+        types["states"] = descriptor("fp32", 64, 128)
+    else:
+        taken["states"] = None
+    options = {"maxnreg": TRANSITION_REGISTERS} if transition and groups == 1 else {}
+    return compile_for_hopper(recurrence_hopper_kernel, types, taken, 4, **options)
+
+
 @GLUON
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("transition", [False, True])
@@ -118,24 +141,7 @@ def test_products_of_the_hopper_recurrence_stay_in_flight(transition: bool, grou
     accumulator was touched while another product was in flight. A wait in every few products is what the code asks for;
     one more is the assembler's, and stood between a chunk's first product and what is to be done meanwhile.
     """
-    from vllm_ext.ops.linear_attention.triton.launch_hopper import TRANSITION_REGISTERS, stages
-    from vllm_ext.ops.linear_attention.triton.recurrence_hopper import recurrence_hopper_kernel
-
-    keys, square = descriptor("bf16", 64, 128), descriptor("bf16", 64, 64)
-    types = {"k": keys, "q": keys, "tails": keys, **dict.fromkeys(("v", "o", "scores"), square)}
-    types["inverse"] = descriptor("fp16", 64, 64)
-    types |= {"factors": descriptor("fp32", 1, 256, swizzle=False), "o_pointer": "*bf16"}
-    types |= dict.fromkeys(("initial_state", "carries", "final_state"), "*fp32")
-    taken = {"K": 128, "V": 128, "GROUPS": groups, "KDA": False, "TRANSITION": transition, "V_FIRST": True}
-    taken |= {"PACKED": True, "STAGES": stages(128, groups, False), "PART": False}
-    if transition:
-        taken["states"] = None
-    else:
-        taken["carries"] = None
-        types["states"] = descriptor("fp32", 64, 128)
-        del types["carries"]
-    options = {"maxnreg": TRANSITION_REGISTERS} if transition and groups == 1 else {}
-    compiled = compile_for_hopper(recurrence_hopper_kernel, types, taken, 4, **options)
+    compiled = compile_recurrence(groups, transition)
     products = len(re.findall("wgmma.mma_async", compiled.asm["ptx"]))
     assert products == groups * (16 if transition else 28)
     sass = compiled.asm["sass"]
@@ -143,6 +149,40 @@ def test_products_of_the_hopper_recurrence_stay_in_flight(transition: bool, grou
     assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) <= (3 if transition else 5) * groups
     assert len(re.findall(r"\b(?:LDL|STL)\b", sass)) <= 8
     assert before_the_correction(compiled.asm["ptx"]) == groups * [0]
+
+
+@GLUON
+@pytest.mark.parametrize(
+    ("groups", "transition", "kda", "states"),
+    [
+        (1, False, False, True),
+        (1, False, False, False),
+        (1, True, False, False),
+        (2, False, False, True),
+        (2, False, False, False),
+        (2, True, False, False),
+        (1, False, True, True),
+        (1, True, True, False),
+        (2, False, True, False),
+    ],
+)
+def test_barriers_of_the_hopper_recurrence_lie_in_no_tile(
+    groups: int, transition: bool, kda: bool, states: bool
+) -> None:
+    """The compiler takes a barrier's memory for free where no group of warps asks for it: two once lay, initialised, in
+    the first keys.
+    """
+    from vllm_ext.ops.linear_attention.triton.launch_hopper import stages
+
+    ptx = compile_recurrence(groups, transition, kda, states).asm["ptx"]
+    offsets = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
+    places = re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)
+    at = [int(offsets.get(register, 0)) for register in places]
+    squares = (1 if transition else 2) * 8192 + groups * 8192
+    stage = (1 if transition else 2) * 16384 + (16384 + 512 if kda else 1024) + squares
+    assert len(at) >= 2 * stages(128, groups, kda)
+    assert len(set(at)) == len(at)
+    assert min(at) >= stages(128, groups, kda) * stage
 
 
 def before_the_correction(ptx: str) -> list[int]:

@@ -53,7 +53,7 @@ def _produce(tiles, descriptors, barriers, place, p: gl.constexpr):
     """Ask the copy engine for the tiles of every chunk, STAGES ahead of who reads them."""
     k_tiles, q_tiles, v_tiles, solve_tiles, weight_tiles, tail_tiles, factor_tiles, _ = tiles
     k, q, v, tails, inverse, scores, factors, _, states = descriptors
-    ready, free, _, arrived = barriers
+    ready, free = barriers
     start, stop, begin, _, chunk_slot, head, value_heads, key_column, first_column, with_values, segment, row = place
     K: gl.constexpr = p[0]
     V: gl.constexpr = p[1]
@@ -67,6 +67,7 @@ def _produce(tiles, descriptors, barriers, place, p: gl.constexpr):
     VALUE_BYTES: gl.constexpr = 8192 * GROUPS
     if states is not None:
         # An initial state is older than the launches before this one, and comes where later chunks will.
+        arrived = ready.index(STAGES)
         mbarrier.expect(arrived, GROUPS * 256 * K)
         for group in gl.static_range(GROUPS):
             room = _room_for_state(tiles, states, group, K)
@@ -111,7 +112,7 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
     k_tiles, q_tiles, v_tiles, solve_tiles, weight_tiles, tail_tiles, factor_tiles, o_tiles = tiles
     o = descriptors[7]
     states = descriptors[8]
-    ready, free, zeroed, arrived = barriers
+    ready, free = barriers
     initial_state, carries, final_state, o_pointer, own, carry = pointers
     start, stop, begin, length, _, head, value_heads, _, first_column, with_values, segment, _ = place
     K: gl.constexpr = p[0]
@@ -140,7 +141,7 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
     at_carry = carry + column[:, None] * K + key[None, :]
     state = gl.zeros([64, K], gl.float32, state_layout)
     if states is not None:
-        mbarrier.wait(arrived, 0)
+        mbarrier.wait(ready.index(STAGES), 0)
         state = _room_for_state(tiles, states, group, K).load(state_layout)
         gl.thread_barrier()
     elif carries is None:
@@ -184,9 +185,9 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
             gl.thread_barrier()
             if not KDA and GROUPS > 1:
                 if group == 0:
-                    mbarrier.expect(zeroed, 0)
+                    mbarrier.expect(free.index(STAGES), 0)
                 else:
-                    mbarrier.wait(zeroed, 0)
+                    mbarrier.wait(free.index(STAGES), 0)
         read = warpgroup_mma(narrow, keys.permute((1, 0)), zero_rows, use_acc=False, is_async=True)
         vector = factor_tiles.index(stage)._reinterpret(gl.float32, [FACTORS], plain)
         if KDA:
@@ -305,16 +306,17 @@ def recurrence_hopper_kernel(
     let_dependents_launch()
     dtype: gl.constexpr = v.dtype
     FACTORS: gl.constexpr = K if KDA else 256
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # The last of each is no stage's: that initial states have arrived, and that keys past a sequence's end, which one
+    # group zeroes for all, are zeroed. A barrier in memory of its own that no group asked for would lie within a tile.
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=GROUPS)
-    # Keys past a sequence's end are zeroed once for all groups.
-    zeroed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(zeroed, count=1)
-    arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(arrived, count=1)
+    if states is not None:
+        mbarrier.init(ready.index(STAGES), count=1)
+    if GROUPS > 1:
+        mbarrier.init(free.index(STAGES), count=1)
     fence_async_shared()
     COLUMN_BLOCKS: gl.constexpr = (V + K if TRANSITION else V) // (64 * GROUPS)
     program = gl.program_id(0)
@@ -362,7 +364,7 @@ def recurrence_hopper_kernel(
         start, stop, begin, length, chunk_slot, head, value_heads, key_column, first_column, with_values,
         segment, (n * value_heads + head) * V + first_column,
     )  # fmt: skip
-    barriers = (ready, free, zeroed, arrived)
+    barriers = (ready, free)
     if GROUPS == 1:
         gl.warp_specialize(
             [
