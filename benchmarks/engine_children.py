@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Iterable
 from importlib.util import find_spec
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -36,6 +37,29 @@ def end(process: BaseProcess) -> None:
             os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join()
+
+
+def session_threads(session: int, proc: Path = Path("/proc")) -> list[int]:
+    """Every thread of every process of a session, as Linux tells them; none where it does not."""
+    found: list[int] = []
+    for process in proc.glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            # The name, in brackets, may hold anything; the session is the fourth field behind it.
+            if int((process / "stat").read_text(errors="replace").rpartition(")")[2].split()[3]) == session:
+                found += [int(thread.name) for thread in (process / "task").iterdir()]
+    return found
+
+
+def confine(session: int, cores: Iterable[int]) -> None:
+    """Keep a process that has begun, with all that it has started, on these cores.
+
+    An engine's processes go on asking for work for a second after the last one: beside an engine that is timed they
+    would take cores from it.
+    """
+    allowed = set(cores)
+    for thread in session_threads(session):
+        with contextlib.suppress(OSError):  # it has ended, or may not be moved
+            os.sched_setaffinity(thread, allowed)
 
 
 def inspect_models_in_process() -> None:

@@ -36,7 +36,7 @@ from vllm_ext.benchmarks.serve_checkpoints import (
     write_checkpoints,
     write_configs,
 )
-from vllm_ext.benchmarks.serve_engine import import_vllm_once, inspect_models
+from vllm_ext.benchmarks.serve_engine import cores_apart, import_vllm_once, inspect_models
 from vllm_ext.benchmarks.serve_loading import measure_loading
 from vllm_ext.benchmarks.serve_profile import chart as profile_chart
 from vllm_ext.benchmarks.serve_profile import mark_own, profile
@@ -341,12 +341,14 @@ def run(args: argparse.Namespace) -> int:
     described = describe_run()
     layouts = args.layout or ["one" if described["gpus"] else "default"]
     servings = []
+    apart = cores_apart()
+    cores = {"asked": len(apart[0]), "waiting": len(apart[1])} if apart else None
     for name, layout in itertools.product(args.shape, layouts):
         document = {
             "benchmark": "serve",
             "run": described,
             "options": {**options, "shape": name, "layout": layout},
-            "host": LAYOUTS[layout],
+            "host": {**LAYOUTS[layout], "cores": cores},
             "model": {**SHAPES[name].fields, "note": SHAPES[name].note},
             "failed": {},
             "ready_seconds": {},

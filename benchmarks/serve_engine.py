@@ -17,7 +17,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from vllm_ext.benchmarks.engine_children import PRELOAD, begin, end, inspect_models_in_process
+from vllm_ext.benchmarks.engine_children import PRELOAD, begin, confine, end, inspect_models_in_process
 
 Answer = dict[str, Any]
 OUR_METHOD = "w4a16-grouped"
@@ -26,6 +26,8 @@ OUR_METHOD = "w4a16-grouped"
 DRAWN = "vllm_ext_drawn"
 EXTENSION = "vllm_ext.benchmarks.serve_weights.DrawsWeights"
 _MODEL_INFOS = "modelinfos"
+# With fewer cores an engine that is asked needs them all.
+_LEAST_CORES = 4
 
 
 def prompts(count: int, length: int, vocabulary: int, seed: int) -> list[dict[str, list[int]]]:
@@ -110,6 +112,16 @@ class Served:
             pairs = zip(made.token_ids, made.logprobs, read.prompt_logprobs[-outputs:], strict=True)
             gaps += [abs(one[token].logprob - other[token].logprob) for token, one, other in pairs]
         return {"gap": sum(gaps) / len(gaps)}
+
+
+def cores_apart() -> tuple[set[int], set[int]] | None:
+    """Of this process's cores, those of the engine that is asked and the one where the others wait; None if they are
+    too few, or the system does not tell.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    *asked, waiting = sorted(os.sched_getaffinity(0))
+    return (set(asked), {waiting}) if len(asked) >= _LEAST_CORES else None
 
 
 def import_vllm_once() -> ForkServerContext:
@@ -213,12 +225,21 @@ class EngineProcess:
         return found
 
     def ask(self, op: str, timeout: float, **arguments: Any) -> Answer:
-        """Send a request to a method of `Served` and wait for its answer."""
+        """Send a request to a method of `Served` and wait for its answer. Engines that have been asked wait on a core
+        of their own until they are asked again.
+        """
+        apart = cores_apart()
+        session = self._process.pid
+        if apart and session:
+            confine(session, apart[0])
         try:
             self._connection.send({"op": op, **arguments})
+            return self.answer(timeout)
         except OSError:
             raise RuntimeError(f"bench serve: the engine {self.name!r} ended:\n{self._log_end()}") from None
-        return self.answer(timeout)
+        finally:
+            if apart and session:
+                confine(session, apart[1])
 
     def _log_end(self) -> str:
         if not self.log.exists():

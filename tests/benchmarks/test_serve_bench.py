@@ -19,7 +19,7 @@ from vllm_ext.benchmarks.serve_checkpoints import (
     write_checkpoints,
     write_configs,
 )
-from vllm_ext.benchmarks.serve_engine import EngineProcess, import_vllm_once
+from vllm_ext.benchmarks.serve_engine import EngineProcess, cores_apart, import_vllm_once
 
 from vllm_ext.quantization import compressed_tensors, quantize_weight
 from vllm_ext.quantization.checkpoint import Checkpoint
@@ -343,7 +343,9 @@ def test_a_layout_is_the_same_for_every_arm_and_recorded(tmp_path, monkeypatch, 
     for layout in expected:
         suffix = f"_{layout}" if len(expected) > 1 else ""
         document = json.loads((tmp_path / f"serve_tiny{suffix}.json").read_text())
+        cores = document["host"].pop("cores")
         assert document["host"] == serve_arms.LAYOUTS[layout]
+        assert (cores is None) == (cores_apart() is None)
         arms = started[f"tiny_{layout}"]
         assert arms.keys() == serve_arms.ARMS.keys()
         for options, environment in arms.values():
