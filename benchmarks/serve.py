@@ -303,8 +303,8 @@ def main(argv: list[str] | None = None) -> int:
         "--layout",
         nargs="+",
         choices=LAYOUTS,
-        help="of an engine on the host: vLLM's default, or with its newer model runner and one group of the KV cache, "
-        "in one process or in three; several take turns like shapes. Default: one on a GPU, else vLLM's",
+        help="of an engine on the host: vLLM's default, or with one group of the KV cache and its newer model runner "
+        "(v1: the older) in one process or in three; several take turns like shapes. Default: one on a GPU, or vLLM's",
     )
     parser.add_argument("--loading", action="store_true", help="also measure loading: time and peak memory; --files")
     parser.add_argument(

@@ -40,15 +40,18 @@ ARMS = {
 
 # How engines are laid out on the host, the same for all arms: the environment and options that they have besides what
 # a run needs. vLLM's own layout leaves the GPU waiting where layers are few: figures in docs/vllm.md.
-_NEWER = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+_NEWER, _OLDER = {"VLLM_USE_V2_MODEL_RUNNER": "1"}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+_TOGETHER, _APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, {"distributed_executor_backend": "mp"}
 # A model of sliding and full attention has six groups of layers otherwise, each with tables of its own.
 _ONE_GROUP = {"disable_hybrid_kv_cache_manager": True}
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "default": {"environment": {}, "options": {}},
-    # Front, scheduler and worker in one process.
-    "one": {"environment": {**_NEWER, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, "options": _ONE_GROUP},
-    # Each in a process of its own.
-    "three": {"environment": _NEWER, "options": {**_ONE_GROUP, "distributed_executor_backend": "mp"}},
+    # Front, scheduler and worker in one process, or each in its own.
+    "one": {"environment": _NEWER | _TOGETHER, "options": _ONE_GROUP},
+    "three": {"environment": _NEWER, "options": _ONE_GROUP | _APART},
+    # The same with the older runner, which samples greedily in fewer launches.
+    "one-v1": {"environment": _OLDER | _TOGETHER, "options": _ONE_GROUP},
+    "three-v1": {"environment": _OLDER, "options": _ONE_GROUP | _APART},
 }
 
 

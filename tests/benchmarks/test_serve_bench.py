@@ -315,7 +315,7 @@ def test_kv_cache_holds_the_largest_batch():
 
 @pytest.mark.parametrize(
     ("gpus", "asked_for", "expected"),
-    [(["H200"], [], ["one"]), ([], [], ["default"]), (["H200"], ["one", "three"], ["one", "three"])],
+    [(["H200"], [], ["one"]), ([], [], ["default"]), (["H200"], ["one", "three-v1"], ["one", "three-v1"])],
 )
 def test_a_layout_is_the_same_for_every_arm_and_recorded(tmp_path, monkeypatch, gpus, asked_for, expected):
     """A setting that one arm alone had would be measured as its kernels' doing."""
