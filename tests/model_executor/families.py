@@ -66,6 +66,8 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
         "loads": {"ok": True, "where": "H200"},
         "at load": {"ok": True, "where": "H200", "note": "at full layer size, 0.050 nats a token from BF16"},
         "packed": {"ok": True, "where": "H200", "note": "the bits of those quantised at load"},
+        "TP2": {"ok": True, "where": "two H200s", "note": "packed, 0.024 nats a token from one rank"},
+        "EP2": {"ok": True, "where": "two H200s", "note": "0.024"},
     },
     "DiffusionGemma": {},
 }
