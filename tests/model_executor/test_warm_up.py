@@ -20,6 +20,7 @@ from vllm_ext.model_executor import warm_up
         (64, 0, 1, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]),
         (3000, 256, 6, [341, 342, 384, 512, 682, 683, 768, 1024, 1365, 1366, 1536, 2048, 2730, 2731, 3000]),
         (256, 256, 10, [256]),
+        (48, 0, 6, [1, 2, 3, 4, 6, 8, 12, 16, 21, 22, 24, 32, 42, 43, 48]),
     ],
 )
 def test_what_vllm_does_not_run_itself_and_other_kernels_serve(largest, captured, top_k, sizes):
@@ -36,6 +37,13 @@ def sorted_by(slots):
     if slots <= align._ONE_LAUNCH_SLOTS:
         return align.one_launch_shape(slots)
     return next_power_of_2(align.chunks_of(slots)[1])
+
+
+def test_the_first_change_of_the_sort_is_where_it_is_said_to_be():
+    """The number stands in two files, since this one must not import Triton."""
+    pytest.importorskip("triton")
+    fewest = warm_up._FEWEST_SLOTS
+    assert sorted_by(1) == sorted_by(fewest) != sorted_by(fewest + 1)
 
 
 def never_run_ahead(launched, top_k, captured, largest=8192):
@@ -119,7 +127,6 @@ def layer():
 @pytest.mark.vllm
 def test_one_layer_of_a_kind_runs_every_size(layer, monkeypatch):
     assert not layer.quant_method.compiles_on_call
-    layer.quant_method.compiles_on_call = True
     calls = []
     apply = type(layer.quant_method).apply
 
@@ -128,6 +135,9 @@ def test_one_layer_of_a_kind_runs_every_size(layer, monkeypatch):
         return apply(self, layer, x, topk_weights, topk_ids, *rest)
 
     monkeypatch.setattr(type(layer.quant_method), "apply", noted)
+    warm_up.warm_up_experts(torch.nn.ModuleList([layer]), 8, 2)
+    assert not calls
+    layer.quant_method.compiles_on_call = True
     alike = experts_layer("reference")
     alike.quant_method.compiles_on_call = True
     warm_up.warm_up_experts(torch.nn.ModuleList([layer, alike, torch.nn.Linear(2, 2)]), 8, 2)
@@ -155,12 +165,13 @@ def test_worker_warms_up_after_its_own_kernels(layer):
     done = []
     layer.quant_method.compiles_on_call = True
     layer.quant_method.run_idle = lambda _, tokens: done.append(tokens)
+    layer.top_k = 6
     module = types.SimpleNamespace(kernel_warmup=lambda worker: done.append("vLLM"))
     warm_up.hook_worker(module)
     warm_up.hook_worker(module)
     worker = types.SimpleNamespace(vllm_config=configuration(), get_model=lambda: torch.nn.ModuleList([layer]))
     module.kernel_warmup(worker)
-    assert done == ["vLLM", 513, 768, 1024, 1025, 1536, 2048]
+    assert done == ["vLLM", 682, 683, 768, 1024, 1365, 1366, 1536, 2048]
 
 
 @pytest.mark.vllm

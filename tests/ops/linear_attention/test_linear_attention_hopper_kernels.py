@@ -241,12 +241,16 @@ def test_parts_of_a_call_carry_the_states_on(error: Any, kernels: Any, op: str, 
 @pytest.mark.parametrize("op", list(FUNCTIONS))
 def test_nan_in_one_sequence_stays_there(monkeypatch: pytest.MonkeyPatch, kernels: Any, op: str, groups: int) -> None:
     """Tiles are copied whole: the rows behind a sequence's end are the next one's, and 0 times their NaN is NaN. Of two
-    groups of warps one zeroes these rows of the keys, however late, and the other waits for it.
+    groups of warps one zeroes these rows of the keys, however late, and the other waits for it: were it both, one
+    would write where the other's product reads.
     """
     zero_past = kernels.recurrence_hopper.zero_past
+    keys_zeroed: list[int] = []
 
     def late(tile: Any, count: Any, rows: int, columns: int) -> None:
-        time.sleep(0.2 if columns > 64 else 0.0)
+        if columns > 64:
+            keys_zeroed.append(int(count))
+            time.sleep(0.2)
         zero_past(tile, count, rows, columns)
 
     monkeypatch.setattr(kernels.recurrence_hopper, "zero_past", late)
@@ -258,6 +262,8 @@ def test_nan_in_one_sequence_stays_there(monkeypatch: pytest.MonkeyPatch, kernel
     assert bool(torch.isfinite(o[:13]).all())
     assert bool(torch.isfinite(final[0]).all())
     assert bool(final[1].isnan().any())
+    if groups == 2:
+        assert sorted(keys_zeroed) == (VALUE_HEADS * [6] + VALUE_HEADS * [13] if op == "gdn" else [])
 
 
 @pytest.mark.parametrize("op", list(FUNCTIONS))

@@ -43,8 +43,11 @@ LAUNCHES = {
 def test_slots_are_listed_by_expert_in_order(
     monkeypatch: pytest.MonkeyPatch, poison: None, launches: str, tokens: int, experts: int, top_k: int
 ) -> None:
-    """One launch for few slots, three for many: the same list, the same blocks, unused blocks marked empty."""
+    """One launch for few slots, three for many: the same list, the same blocks, unused blocks marked empty. Each part
+    begins at a multiple of 16 bytes: Triton compiles another kernel where one does not."""
     one_launch_slots, chunk_slots, max_chunks = LAUNCHES[launches]
+    if launches == "sparse":
+        one_launch_slots = tokens * top_k  # as many as it takes
     monkeypatch.setattr(align, "_CHUNK_SLOTS", chunk_slots)
     monkeypatch.setattr(align, "_MAX_CHUNKS", max_chunks)
     generator = torch.Generator().manual_seed(tokens)
@@ -54,6 +57,8 @@ def test_slots_are_listed_by_expert_in_order(
     sparse = (launches in ("sparse", "three"), False)
     got = align.align(x, ids, None, experts, (16, 32), form, one_launch_slots, FLAGS, sparse)
     assert got.sparse == (launches == "sparse", False)
+    parts = (got.blocks, got.down_blocks, got.flags)
+    assert [(part.data_ptr() - got.sorted_slots.data_ptr()) % 16 for part in parts] == [0, 0, 0]
     flat = ids.flatten().tolist()
     expected = [slot for expert in range(experts) for slot, given_id in enumerate(flat) if given_id == expert]
     assert got.sorted_slots[: len(expected)].tolist() == expected
@@ -74,6 +79,16 @@ def test_slots_are_listed_by_expert_in_order(
     torch.testing.assert_close(got.group_sums, x.reshape(tokens, 3, 32).sum(-1), atol=1e-4, rtol=0)
     odd = torch.arange(96) // 16 % 2 == 1
     assert torch.equal(got.x, torch.where(odd, x * 4, x * 8))
+
+
+def test_a_sparse_table_is_the_first_gemms_alone(poison: None) -> None:
+    """Blocks of one size share a table, unless only one of them begins with a block of every expert."""
+    ids = torch.tensor([[4], [1], [4]], dtype=torch.int32)
+    form = align.TokenForm(32, 16, 0, 0)
+    got = align.align(torch.zeros(3, 32), ids, None, 6, (16, 16), form, sparse=(True, False))
+    assert got.blocks[:, :3].tolist() == [[0, 0, 0], [1, 0, 1], [2, 1, 0], [3, 1, 0], [4, 1, 2], [5, 3, 0]]
+    assert got.down_blocks[:2, :3].tolist() == [[1, 0, 1], [4, 1, 2]]
+    assert got.down_blocks[2:, 2].tolist() == [0] * (len(got.down_blocks) - 2)
 
 
 @pytest.mark.parametrize("block_tokens", [8, 16, 64])
