@@ -55,20 +55,21 @@ def test_slots_are_listed_by_expert_in_order(
     x = torch.randn(tokens, 96, generator=generator)
     form = align.TokenForm(32, 16, 3, 1)
     sparse = (launches in ("sparse", "three"), False)
-    got = align.align(x, ids, None, experts, (16, 32), form, one_launch_slots, FLAGS, sparse)
+    sizes = (32, 16) if experts == 4 else (16, 32)
+    got = align.align(x, ids, None, experts, sizes, form, one_launch_slots, FLAGS, sparse)
     assert got.sparse == (launches == "sparse", False)
     parts = (got.blocks, got.down_blocks, got.flags)
     assert [(part.data_ptr() - got.sorted_slots.data_ptr()) % 16 for part in parts] == [0, 0, 0]
     flat = ids.flatten().tolist()
     expected = [slot for expert in range(experts) for slot, given_id in enumerate(flat) if given_id == expert]
     assert got.sorted_slots[: len(expected)].tolist() == expected
-    for blocks, size in ((got.blocks, 16), (got.down_blocks, 32)):
+    for blocks, size in zip((got.blocks, got.down_blocks), sizes, strict=True):
         wanted, first = [], 0
         for expert in range(experts):
             count = flat.count(expert)
             wanted += [[expert, first + done, min(size, count - done)] for done in range(0, count, size)]
             first += count
-        if got.sparse[0] and size == 16:
+        if got.sparse[0] and size == sizes[0]:
             empty = [[e, sum(0 <= given_id < e for given_id in flat), 0] for e in range(experts)]
             begun = [next((block for block in wanted if block[0] == e), empty[e]) for e in range(experts)]
             wanted = begun + [block for block in wanted if block not in begun]
@@ -89,6 +90,15 @@ def test_a_sparse_table_is_the_first_gemms_alone(poison: None) -> None:
     assert got.blocks[:, :3].tolist() == [[0, 0, 0], [1, 0, 1], [2, 1, 0], [3, 1, 0], [4, 1, 2], [5, 3, 0]]
     assert got.down_blocks[:2, :3].tolist() == [[1, 0, 1], [4, 1, 2]]
     assert got.down_blocks[2:, 2].tolist() == [0] * (len(got.down_blocks) - 2)
+
+
+@pytest.mark.parametrize("one_launch_slots", [0, 8192])
+def test_a_token_two_to_the_31_elements_into_a_view_is_read(one_launch_slots: int) -> None:
+    x = _virtual(((1 << 31) + 32,), HALF).as_strided((3, 32), (1 << 30, 1))
+    x[2] = 1
+    form = align.TokenForm(32, 16, 0, 0)
+    got = align.align(x, torch.zeros(3, 1, dtype=torch.int32), None, 1, (16, 16), form, one_launch_slots)
+    assert got.group_sums.tolist() == [[0], [0], [32]]
 
 
 @pytest.mark.parametrize("block_tokens", [8, 16, 64])
