@@ -142,7 +142,7 @@ def check(args: argparse.Namespace) -> None:
     not compiled in --compile-seconds are measured without it, and say so.
     """
     if not torch.cuda.is_available():
-        raise RuntimeError("bench linear-attention: a CUDA device is needed, torch sees none")
+        raise CheckFailed("it measures a GPU, and torch sees no CUDA device")
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
         args.unfinished = finish(pool, _warm, _tasks(args), args.compile_seconds)
 

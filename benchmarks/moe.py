@@ -176,12 +176,10 @@ def _arms(args: argparse.Namespace) -> list[Arm]:
 def check(args: argparse.Namespace) -> None:
     """A GPU, and kernels compiled by several processes; each layer is checked when it is built (`run`)."""
     if not torch.cuda.is_available():
-        raise RuntimeError("bench moe: a CUDA device is needed, torch sees none")
+        raise CheckFailed("it measures a GPU, and torch sees no CUDA device")
     biased = [name for name in args.shapes if shape_of(name).bias]
     if biased:
-        raise RuntimeError(
-            f"bench moe: {', '.join(biased)} has biases, which the peers are not given here; leave it out"
-        )
+        raise CheckFailed(f"{', '.join(biased)} has biases, which the peers are not given here; leave it out")
     tasks = [
         (shape, arm.name, (*_timed_at(arm, args.tokens), CHECK_TOKENS, *([LARGE_CHECK_TOKENS] if arm.ours else [])))
         for arm in _arms(args)

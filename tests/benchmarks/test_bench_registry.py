@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 from vllm_ext.benchmarks import registry
 from vllm_ext.benchmarks.registry import Benchmark, CheckFailed, main, run_benchmark
 
@@ -74,6 +75,18 @@ def test_the_list_and_a_wrong_name(capsys) -> None:
     captured = capsys.readouterr()
     assert "moe-cpu" in captured.out
     assert "unknown benchmark 'moe-gpu'" in captured.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["linear-attention", "moe", "negatives", "probes", "roofline", "tune-moe"])
+def test_what_measures_a_gpu_says_in_a_line_that_there_is_none(name: str, capsys) -> None:
+    """Two of them ended in a traceback."""
+    pytest.importorskip("triton")
+    options = ["--shape", "2048,768,128,8"] if name == "tune-moe" else []
+    assert main([name, *options]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"vllm-ext bench {name}: ")
+    assert "torch sees" in line
 
 
 def test_the_cpu_experts_benchmark_runs_small(tmp_path) -> None:
