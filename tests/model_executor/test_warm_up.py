@@ -53,7 +53,7 @@ def never_run_ahead(launched, top_k, captured, largest=8192):
         return launched(tokens), sorted_by(tokens * top_k)
 
     # Up to `captured` vLLM pads to sizes that it runs, in steps of 8 or 16.
-    padded = [size for size in (1, 2, 4, *range(8, captured + 1, 8)) if size <= captured]
+    padded = [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, captured + 1, 16)) if size <= captured]
     run = {kernels(size) for size in [*warm_up.step_sizes(largest, captured, top_k), *padded]}
     return [tokens for tokens in range(captured + 1, largest + 1) if kernels(tokens) not in run]
 
