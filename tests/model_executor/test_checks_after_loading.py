@@ -27,6 +27,7 @@ def test_pipeline_stage_of_dense_layers_is_let_through_with_a_warning(vllm_log: 
 def test_summary_counts_experts_layers_and_bytes() -> None:
     """C07: the one line by which a user sees that nothing stayed in 16 bits."""
     report = W4A16GroupedConfig().report
+    assert not report.complete, "nothing was to be quantised"
     report.expected = {"a", "b"}
     report.add("a", 8, 3 << 20, 1 << 20)
     assert not report.complete
