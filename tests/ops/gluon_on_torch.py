@@ -172,14 +172,23 @@ class Machine:
 
     def run(self, kernel: Callable[..., None], programs: int, *operands: Any, **constants: Any) -> None:
         """The kernel's programs, tensors as pointers; the last one first, for none may count on those before it."""
-        for kept in (self.memory, self.of_barriers, self.used):
-            kept.clear()
+        self.begin()
         given = [self.pointer(x) if isinstance(x, torch.Tensor) else x for x in operands]
         for self.program in reversed(range(programs)):
-            self.barriers.clear()
-            self.blocks.clear()
-            self.shared_bytes = 0
+            self.begin_program()
             kernel(*given, **constants)
+        self.refuse_idle_barriers()
+
+    def begin(self) -> None:
+        for kept in (self.memory, self.of_barriers, self.used):
+            kept.clear()
+
+    def begin_program(self) -> None:
+        self.barriers.clear()
+        self.blocks.clear()
+        self.shared_bytes = 0
+
+    def refuse_idle_barriers(self) -> None:
         idle = self.of_barriers - self.used if self.used else set()
         assert not idle, f"blocks {sorted(idle)} of shared memory hold barriers for nobody: tiles may lie over them"
 

@@ -71,7 +71,7 @@ class ExpertsMachine(Machine):
         self, kernel: Callable[..., None], programs: int, names: Sequence[str], *operands: Any, **given: Any
     ) -> None:
         """The kernel's programs, in the order they begin in: one that waits for a later one could wait for ever."""
-        self.memory.clear()
+        self.begin()
         self.programs = programs
         before = ["x", "group_sums"]
         if given["GATE_UP"]:
@@ -88,8 +88,9 @@ class ExpertsMachine(Machine):
             else:
                 pointers.append(operand)
         for self.program in range(programs):
-            self.barriers.clear()
+            self.begin_program()
             kernel(*pointers, **given)
+        self.refuse_idle_barriers()
 
     def _access(self, pointer: Pointer, mask: Any, value: torch.Tensor | None, found: torch.Tensor) -> None:
         if not self.here.waited:
@@ -163,6 +164,7 @@ class ExpertsMachine(Machine):
         assert not self.stuck, "a group of warps waits for ever"
 
     def wait(self, barrier: Shared, parity: Any) -> None:
+        self.used.add(self._block(barrier))
         state = self.barriers[barrier.data.data_ptr()]
         if state.phase % 2 == int(parity):
             self._pass_on(lambda: state.phase % 2 != int(parity))
