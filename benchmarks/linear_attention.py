@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm_ext.benchmarks import probes
 from vllm_ext.benchmarks.linear_attention_common import FUNCTIONS, HEAD_DIM, Row, end_heads, errors, make_call
 from vllm_ext.benchmarks.linear_attention_peers import PEERS, PUBLISHED
 from vllm_ext.benchmarks.moe_common import graph_milliseconds, matrix_rate, memory_bandwidth
@@ -141,8 +142,7 @@ def check(args: argparse.Namespace) -> None:
     """A GPU, and kernels compiled by several processes; each row is checked when it is measured. Rows whose peer has
     not compiled in --compile-seconds are measured without it, and say so.
     """
-    if not torch.cuda.is_available():
-        raise CheckFailed("it measures a GPU, and torch sees no CUDA device")
+    probes.check(args)
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
         args.unfinished = finish(pool, _warm, _tasks(args), args.compile_seconds)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm_ext.benchmarks import moe_peers
+from vllm_ext.benchmarks import moe_peers, probes
 from vllm_ext.benchmarks.apart import CallFailed, reason, run_apart
 from vllm_ext.benchmarks.moe_common import (
     SHAPES,
@@ -175,8 +175,7 @@ def _arms(args: argparse.Namespace) -> list[Arm]:
 
 def check(args: argparse.Namespace) -> None:
     """A GPU, and kernels compiled by several processes; each layer is checked when it is built (`run`)."""
-    if not torch.cuda.is_available():
-        raise CheckFailed("it measures a GPU, and torch sees no CUDA device")
+    probes.check(args)
     biased = [name for name in args.shapes if shape_of(name).bias]
     if biased:
         raise CheckFailed(f"{', '.join(biased)} has biases, which the peers are not given here; leave it out")
