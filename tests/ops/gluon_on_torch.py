@@ -155,7 +155,7 @@ class Machine:
     """Memory, barriers, and the names a kernel's module looks up."""
 
     def __init__(self, warps: int = 4) -> None:
-        self.warps, self.program = warps, 0
+        self.warps, self.program, self.programs = warps, 0, 0
         self.memory: list[torch.Tensor] = []
         self.shared_bytes = 0  # of the last program
         self.changed = threading.Condition()
@@ -173,6 +173,7 @@ class Machine:
     def run(self, kernel: Callable[..., None], programs: int, *operands: Any, **constants: Any) -> None:
         """The kernel's programs, tensors as pointers; the last one first, for none may count on those before it."""
         self.begin()
+        self.programs = programs
         given = [self.pointer(x) if isinstance(x, torch.Tensor) else x for x in operands]
         for self.program in reversed(range(programs)):
             self.begin_program()
@@ -306,6 +307,7 @@ class Machine:
             int16=torch.int16,
             pointer_type=lambda element: SimpleNamespace(element_ty=element),
             program_id=lambda axis: Value(self.program),
+            num_programs=lambda axis: Value(self.programs),
             num_warps=lambda: self.warps,
             static_range=range,
             arange=lambda start, stop, layout=None: Value(torch.arange(start, stop)),

@@ -266,6 +266,70 @@ def test_nan_in_one_sequence_stays_there(monkeypatch: pytest.MonkeyPatch, kernel
         assert sorted(keys_zeroed) == (VALUE_HEADS * [6] + VALUE_HEADS * [13] if op == "gdn" else [])
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("op", list(FUNCTIONS))
+def test_outputs_that_leave_late_are_whole(
+    monkeypatch: pytest.MonkeyPatch, error: Any, kernels: Any, op: str, groups: int
+) -> None:
+    """The groups of warps put a chunk's output where the one before it may not have left from."""
+    tma = kernels.recurrence_hopper.tma
+
+    def late(*operands: Any) -> None:
+        time.sleep(0.05)
+        tma.async_copy_shared_to_global(*operands)
+
+    copies = SimpleNamespace(**{**vars(tma), "async_copy_shared_to_global": late})
+    monkeypatch.setattr(kernels.recurrence_hopper, "tma", copies)
+    x = sample_operands(op, 1, 330, HEADS, VALUE_HEADS, 64, 64 * groups)
+    bounds = torch.tensor([0, 330], dtype=torch.int32)
+    w = prepare(kernels, op, x, bounds, False)
+    o, _ = recur(kernels, op, x, bounds, w, None, groups, None, stages=3)
+    expected, _ = FUNCTIONS[op](**{name: value.double() for name, value in x.items()}, backend="cpu")
+    assert error(o.view(x["v"].shape), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("lengths", "wanted"),
+    [
+        # Four slots each, of which the last has no chunk: the last ones of all sequences first.
+        ((192, 192, 192), [3, 7, 11, 2, 6, 10, 1, 5, 9, 0, 4, 8]),
+        ((320,), [5, 4, 3, 2, 1, 0]),
+        # Eight slots of three sequences, two each, and those that are left.
+        ((65, 200, 64), [1, 3, 5, 0, 2, 4, 6, 7]),
+    ],
+)
+def test_the_first_chunks_are_prepared_last(
+    monkeypatch: pytest.MonkeyPatch, kernels: Any, lengths: tuple[int, ...], wanted: list[int]
+) -> None:
+    """What is prepared last is still in the L2 cache when the recurrence, which begins with it, asks for it."""
+    find = kernels.prepare_gdn_hopper.sequence_of_slot
+    found = []
+
+    def noted(offsets: Any, slot: Any, *counts: Any) -> Any:
+        found.append((kernels.machine.program, int(slot)))
+        return find(offsets, slot, *counts)
+
+    monkeypatch.setattr(kernels.prepare_gdn_hopper, "sequence_of_slot", noted)
+    x = sample_operands("gdn", 1, sum(lengths), HEADS, VALUE_HEADS, 64, 64)
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    prepare(kernels, "gdn", x, bounds, False)
+    assert [slot for _, slot in sorted(found)] == [slot for slot in wanted for _ in range(HEADS)]
+
+
+def test_the_recurrence_starts_after_what_is_before_the_preparation(
+    monkeypatch: pytest.MonkeyPatch, kernels: Any
+) -> None:
+    """It reads initial states without waiting: they may be what the launch before the preparation writes."""
+    order: list[str] = []
+    for name in ("await_launches", "let_dependents_launch", "sequence_of_slot"):
+        call = getattr(kernels.prepare_gdn_hopper, name)
+        noted = lambda *given, name=name, call=call: (order.append(name), call(*given))[1]  # noqa: E731
+        monkeypatch.setattr(kernels.prepare_gdn_hopper, name, noted)
+    x = sample_operands("gdn", 1, 5, HEADS, VALUE_HEADS, 64, 64)
+    prepare(kernels, "gdn", x, torch.tensor([0, 5], dtype=torch.int32), False)
+    assert order[:3] == ["await_launches", "let_dependents_launch", "sequence_of_slot"]
+
+
 @pytest.mark.parametrize("op", list(FUNCTIONS))
 @pytest.mark.parametrize("decay", [-316.0, -1e30])
 def test_extreme_decays_stay_finite_and_right(error: Any, kernels: Any, op: str, decay: float) -> None:

@@ -149,6 +149,8 @@ def test_products_of_the_hopper_recurrence_stay_in_flight(transition: bool, grou
     assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) <= (3 if transition else 5) * groups
     assert len(re.findall(r"\b(?:LDL|STL)\b", sass)) <= 8
     assert before_the_correction(compiled.asm["ptx"]) == groups * [0]
+    # One fence a chunk waited for a group's products; what is left is of a sequence's end, of barriers, of who fetches.
+    assert len(re.findall("fence.proxy.async", compiled.asm["ptx"])) == groups + (1 if transition else 2)
 
 
 @GLUON

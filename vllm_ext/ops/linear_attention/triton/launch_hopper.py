@@ -78,7 +78,7 @@ def prepare_gdn(
     prepare_gdn_hopper_kernel[(grid[0] // heads,)](
         descriptor(q.flatten(1), keys), descriptor(k.flatten(1), keys), g, beta, cu_seqlens, _square(inverse),
         _square(scores), factors, *counts, first_slot, *steps[2:4], *steps[6:], **constants,
-        HEADS=heads, num_warps=4, maxnreg=REGISTERS["gdn", heads],
+        HEADS=heads, num_warps=4, maxnreg=REGISTERS["gdn", heads], launch_pdl=grid[0] <= _MOST_DEPENDENT,
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from vllm_ext.ops.linear_attention.triton.hopper import (
     LEAST_STEP,
     LOG2_E,
     add,
+    await_launches,
     exp2,
     let_dependents_launch,
     sequence_of_slot,
@@ -103,14 +104,20 @@ def prepare_gdn_hopper_kernel(
     """Tiles by descriptors: q and k [tokens, heads K], inverse and scores [slots value_heads 64, 64]. Grid: groups of
     HEADS value heads, which share a key head, within slots of 64 tokens from first_slot on; on four warps.
     """
-    let_dependents_launch()
     # Before the place is looked up, which takes a trip to memory: the tiles are asked for right after it.
     arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(arrived, count=1)
     fence_async_shared()
     gl.thread_barrier()
+    await_launches()
+    # Not before: the recurrence reads initial states as it starts, which may be the last launch's final ones.
+    let_dependents_launch()
     groups = value_heads // HEADS
-    place = gl.program_id(0) // groups
+    # The first chunks of sequences come last: the recurrence, which begins with them, finds them in the L2 cache.
+    turn = gl.program_id(0) // groups
+    each = gl.num_programs(0) // groups // num_sequences
+    late = turn // num_sequences
+    place = gl.where(late < each, (turn - late * num_sequences) * each + each - 1 - late, turn)
     head = gl.program_id(0) % groups * HEADS
     _, begin, length, chunk, _ = sequence_of_slot(cu_seqlens, first_slot + place, num_sequences, num_tokens, 64, PACKED)
     count = length - chunk * 64

@@ -50,9 +50,12 @@ def _room_for_state(tiles, states, group: gl.constexpr, K: gl.constexpr):
 
 @gluon.jit
 def _produce(tiles, descriptors, barriers, place, p: gl.constexpr):
-    """Ask the copy engine for the tiles of every chunk, STAGES ahead of who reads them."""
-    k_tiles, q_tiles, v_tiles, solve_tiles, weight_tiles, tail_tiles, factor_tiles, _ = tiles
-    k, q, v, tails, inverse, scores, factors, _, states = descriptors
+    """Ask the copy engine for the tiles of every chunk, STAGES ahead of who reads them, and to take outputs away.
+
+    A group of warps that let its outputs go itself would have to wait for its products before it.
+    """
+    k_tiles, q_tiles, v_tiles, solve_tiles, weight_tiles, tail_tiles, factor_tiles, o_tiles = tiles
+    k, q, v, tails, inverse, scores, factors, o, states = descriptors
     ready, free = barriers
     start, stop, begin, _, chunk_slot, head, value_heads, key_column, first_column, with_values, segment, row = place
     K: gl.constexpr = p[0]
@@ -75,42 +78,54 @@ def _produce(tiles, descriptors, barriers, place, p: gl.constexpr):
     # Chunks are older than the transitions, which a first segment need not await.
     if not SEGMENTED or segment > 0:
         await_launches()
-    for step in range(stop - start):
+    count = stop - start
+    for step in range(count if TRANSITION else count + STAGES - 1):
         stage = step % STAGES
         # Stages but the first are free once the state is there: it comes before chunks that it has to meet first.
         freed = step // STAGES if stage > 0 else step // STAGES + 1
-        mbarrier.wait(free.index(stage), freed & 1)
-        barrier = ready.index(stage)
-        if with_values:
-            mbarrier.expect(barrier, BYTES + VALUE_BYTES)
-        else:
-            mbarrier.expect(barrier, BYTES)
-        token = begin + (start + step) * 64
-        out = (chunk_slot + start + step) * value_heads + head
-        if KDA:
-            tma.async_copy_global_to_shared(k, [out * 64, 0], barrier, k_tiles.index(stage))
-            if not TRANSITION:
-                tma.async_copy_global_to_shared(q, [out * 64, 0], barrier, q_tiles.index(stage))
-            tma.async_copy_global_to_shared(tails, [out * 64, 0], barrier, tail_tiles.index(stage))
-        else:
-            tma.async_copy_global_to_shared(k, [token, key_column], barrier, k_tiles.index(stage))
-            if not TRANSITION:
-                tma.async_copy_global_to_shared(q, [token, key_column], barrier, q_tiles.index(stage))
-        if with_values:
+        if (step < count) | (step >= STAGES):
+            mbarrier.wait(free.index(stage), freed & 1)
+        if not TRANSITION and step >= STAGES:
+            # Who frees a stage has put its chunk's output where it leaves from.
+            fence_async_shared()
             for group in gl.static_range(GROUPS):
                 at = head * V + first_column + 64 * group
-                tma.async_copy_global_to_shared(v, [token, at], barrier, v_tiles.index(stage * GROUPS + group))
-        tma.async_copy_global_to_shared(inverse, [out * 64, 0], barrier, solve_tiles.index(stage))
-        if not TRANSITION:
-            tma.async_copy_global_to_shared(scores, [out * 64, 0], barrier, weight_tiles.index(stage))
-        tma.async_copy_global_to_shared(factors, [out, 0], barrier, factor_tiles.index(stage))
+                row_o = begin + (start + step - STAGES) * 64
+                tma.async_copy_shared_to_global(o, [row_o, at], o_tiles.index(group))
+        if step < count:
+            barrier = ready.index(stage)
+            if with_values:
+                mbarrier.expect(barrier, BYTES + VALUE_BYTES)
+            else:
+                mbarrier.expect(barrier, BYTES)
+            token = begin + (start + step) * 64
+            out = (chunk_slot + start + step) * value_heads + head
+            if KDA:
+                tma.async_copy_global_to_shared(k, [out * 64, 0], barrier, k_tiles.index(stage))
+                if not TRANSITION:
+                    tma.async_copy_global_to_shared(q, [out * 64, 0], barrier, q_tiles.index(stage))
+                tma.async_copy_global_to_shared(tails, [out * 64, 0], barrier, tail_tiles.index(stage))
+            else:
+                tma.async_copy_global_to_shared(k, [token, key_column], barrier, k_tiles.index(stage))
+                if not TRANSITION:
+                    tma.async_copy_global_to_shared(q, [token, key_column], barrier, q_tiles.index(stage))
+            if with_values:
+                for group in gl.static_range(GROUPS):
+                    at = head * V + first_column + 64 * group
+                    tma.async_copy_global_to_shared(v, [token, at], barrier, v_tiles.index(stage * GROUPS + group))
+            tma.async_copy_global_to_shared(inverse, [out * 64, 0], barrier, solve_tiles.index(stage))
+            if not TRANSITION:
+                tma.async_copy_global_to_shared(scores, [out * 64, 0], barrier, weight_tiles.index(stage))
+            tma.async_copy_global_to_shared(factors, [out, 0], barrier, factor_tiles.index(stage))
+        if not TRANSITION and step >= STAGES:
+            tma.store_wait(0)
+            mbarrier.expect(ready.index(STAGES + 1), 0)
 
 
 @gluon.jit
 def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr, p: gl.constexpr):
     """Carry 64 columns of a head's state through its chunks, on four warps."""
     k_tiles, q_tiles, v_tiles, solve_tiles, weight_tiles, tail_tiles, factor_tiles, o_tiles = tiles
-    o = descriptors[7]
     states = descriptors[8]
     ready, free = barriers
     initial_state, carries, final_state, o_pointer, own, carry = pointers
@@ -172,7 +187,6 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
         stage = step % STAGES
         keys = k_tiles.index(stage)
         values = v_tiles.index(stage * GROUPS + group)
-        token = begin + (start + step) * 64
         left_over = length - (start + step) * 64
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
         if left_over < 64:
@@ -189,6 +203,9 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
                 else:
                     mbarrier.wait(free.index(STAGES), 0)
         read = warpgroup_mma(narrow, keys.permute((1, 0)), zero_rows, use_acc=False, is_async=True)
+        if not TRANSITION and step > 0:
+            # That the output before the last one has left.
+            mbarrier.wait(ready.index(STAGES + 1), step & 1)
         vector = factor_tiles.index(stage)._reinterpret(gl.float32, [FACTORS], plain)
         if KDA:
             decay = vector.load(per_key)[None, :]
@@ -198,7 +215,11 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
         rest = zero_rows
         if with_values:
             rest = values.permute((1, 0)).load(rows_layout).to(gl.float32)
+        if not TRANSITION:
+            o_tile.permute((1, 0)).store(answer)
         gl.thread_barrier()
+        if not TRANSITION and step > 0:
+            mbarrier.expect(free.index((step - 1) % STAGES), 0)
         read, narrow = warpgroup_mma_wait(0, [read, narrow])
         rest = rest - read if KDA else rest - read * of_k
         rest = gl.convert_layout(to_half(rest), left)
@@ -229,14 +250,6 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
                 of_q = vector.slice(64, 64).load(per_row)[None, :]
                 asked, narrow = warpgroup_mma_wait(1, [asked, narrow])
                 asked = times(asked, of_q)
-            if step > 0:
-                tma.store_wait(0)
-                gl.thread_barrier()
-                o_tile.permute((1, 0)).store(answer)
-                fence_async_shared()
-                gl.thread_barrier()
-                tma.async_copy_shared_to_global(o, [token - 64, value_column], o_tile)
-                mbarrier.expect(free.index((step - 1) % STAGES), 0)
             within = warpgroup_mma(weighted, weights, asked, is_async=True)
             if KDA:
                 state, added, narrow = warpgroup_mma_wait(1, [grown, added, narrow])
@@ -249,8 +262,8 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
         gl.store(carries + at_carry, state)
     else:
         if stop > start:
-            tma.store_wait(0)
-            gl.thread_barrier()
+            if stop > start + 1:
+                mbarrier.wait(ready.index(STAGES + 1), (stop - start) & 1)
             o_tile.permute((1, 0)).store(answer)
             gl.thread_barrier()
             row = (stop - 1) * 64 + gl.arange(0, 64, gl.SliceLayout(1, out_layout))
@@ -306,9 +319,10 @@ def recurrence_hopper_kernel(
     let_dependents_launch()
     dtype: gl.constexpr = v.dtype
     FACTORS: gl.constexpr = K if KDA else 256
-    # The last of each is no stage's: that initial states have arrived, and that keys past a sequence's end, which one
-    # group zeroes for all, are zeroed. A barrier in memory of its own that no group asked for would lie within a tile.
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    # The last ones are no stage's: that initial states have arrived, that outputs have left, and that keys past a
+    # sequence's end, which one group zeroes for all, are zeroed. A barrier in memory of its own that no group asked for
+    # would lie within a tile.
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES + 2, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
@@ -317,6 +331,8 @@ def recurrence_hopper_kernel(
         mbarrier.init(ready.index(STAGES), count=1)
     if GROUPS > 1:
         mbarrier.init(free.index(STAGES), count=1)
+    if not TRANSITION:
+        mbarrier.init(ready.index(STAGES + 1), count=1)
     fence_async_shared()
     COLUMN_BLOCKS: gl.constexpr = (V + K if TRANSITION else V) // (64 * GROUPS)
     program = gl.program_id(0)
