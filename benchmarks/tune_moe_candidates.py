@@ -38,6 +38,7 @@ _FEW: _Lists = (
         streamed(8, 256, 8, 2),
         # Few experts leave most programs idle unless they share a row's tiles.
         streamed(8, 64, 4, 4, split=True),
+        streamed(8, 128, 4, 4, split=True),
         streamed(8, 256, 4, 2, split=True),
     ),
 )
@@ -88,6 +89,7 @@ _CANDIDATES: tuple[tuple[float, _Lists], ...] = (
             (
                 streamed(16, 256, 4, 2),
                 streamed(16, 256, 4, 2, apart=True),
+                streamed(16, 256, 4, 2, split=True),
                 wide(32, 256, 8, 2),
                 streamed(32, 128, 4, 3),
                 streamed(32, 64, 4, 4),

@@ -104,7 +104,9 @@ def cases(small: bool) -> list[Case]:
     made += [Case(replace(dg, group_w2=128), m) for m in (64, 1024)]
     # Rows of families whose pairs no case above launches.
     kimi, qwen235, deepseek = (FAMILIES[n] for n in ("Kimi-Linear-48B-A3B", "Qwen3-235B-A22B", "DeepSeek-V2-Lite"))
-    return made + [Case(kimi, m) for m in (1, 8, 32, 64, 256, 1024, 4096)] + [Case(qwen235, 1024), Case(deepseek, 1)]
+    made += [Case(kimi, m) for m in (1, 8, 32, 64, 256, 1024, 4096)] + [Case(qwen235, 1024), Case(deepseek, 1)]
+    # 14336 columns of one piece of work are added up by up to ten programs.
+    return made + [Case(FAMILIES["Mixtral-8x7B"], m) for m in (1, 8, 32, 64)]
 
 
 class Built:
