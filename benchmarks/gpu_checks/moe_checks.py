@@ -45,6 +45,7 @@ STREAMED = {
 }
 ODD = Shape("odd sizes", 200, 88, 6, 3, 32, 8, "silu")
 NARROW = Shape("narrow", 576, 192, 16, 2, 64, 64, "silu")
+FEW = Shape("few experts", 1024, 3584, 8, 2, 128, 64, "silu")
 UNTUNED = Shape("untuned", 640, 320, 24, 3, 128, 64, "silu")
 
 
@@ -106,7 +107,10 @@ def cases(small: bool) -> list[Case]:
     kimi, qwen235, deepseek = (FAMILIES[n] for n in ("Kimi-Linear-48B-A3B", "Qwen3-235B-A22B", "DeepSeek-V2-Lite"))
     made += [Case(kimi, m) for m in (1, 8, 32, 64, 256, 1024, 4096)] + [Case(qwen235, 1024), Case(deepseek, 1)]
     # 14336 columns of one piece of work are added up by up to ten programs.
-    return made + [Case(FAMILIES["Mixtral-8x7B"], m) for m in (1, 8, 32, 64)]
+    made += [Case(FAMILIES["Mixtral-8x7B"], m) for m in (1, 8, 32, 64)]
+    # The rule's for few experts and as many columns as it has programs share.
+    made += [Case(FEW, m) for m in (1, 8, 32, 64)] + [Case(FEW, 32, dtype=torch.float16)]
+    return made + [Case(FEW, m, padding=True) for m in (16, 128)]
 
 
 class Built:

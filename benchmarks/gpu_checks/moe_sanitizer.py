@@ -78,10 +78,13 @@ def layers() -> list[Layer]:
                 name = f"{shape.name}, groups of {groups[1]}, {slots} slots an expert"
                 layer = Layer(name, launch, *groups, shape.activation)
                 made.setdefault((launch, *groups), layer)
-    untuned = ExpertsMeta("triton", 64, 2048, 1536, 128, 64, True, "float", torch.bfloat16)
-    for tokens in choice.RULE_TOKENS:
-        launch = choice.persistent(untuned, tokens, 8, untuned.num_experts)
-        made.setdefault((launch, 128, 64), Layer(f"the rule, {tokens / 8:g} slots an expert", launch, 128, 64))
+    many = ExpertsMeta("triton", 64, 2048, 1536, 128, 64, True, "float", torch.bfloat16)
+    few = ExpertsMeta("triton", 8, 4096, 7168, 128, 64, True, "float", torch.bfloat16)
+    for untuned, top_k, name in ((many, 8, "the rule"), (few, 2, "the rule, few experts")):
+        for tokens in choice.RULE_TOKENS:
+            launch = choice.persistent(untuned, tokens, top_k, untuned.num_experts)
+            layer = Layer(f"{name}, {tokens * top_k / untuned.num_experts:g} slots an expert", launch, 128, 64)
+            made.setdefault((launch, 128, 64), layer)
     for name, launch in STREAMED.items():
         made.setdefault((launch, 128, 64), Layer(name, launch, 128, 64))
         made[launch, "fp16"] = Layer(f"{name}, FP16", launch, dtype=torch.float16)

@@ -60,7 +60,7 @@ def never_run_ahead(launched, top_k, captured, largest=8192):
 
 @pytest.mark.parametrize("captured", [0, 512])
 @pytest.mark.parametrize(("experts", "top_k"), [(128, 1), (72, 2), (256, 8), (32, 4), (60, 4), (160, 6), (512, 10)])
-@pytest.mark.parametrize("intermediate", [88, 352, 704])
+@pytest.mark.parametrize("intermediate", [88, 352, 704, 7168])
 def test_no_step_is_launched_as_none_of_these_sizes_is(intermediate, experts, top_k, captured):
     """88 and 352 columns are left to tiles, for which the rule counted every token: steps of 3073 to 4095 tokens, one
     slot each over 128 experts, were launched as no size run ahead, and two kernels compiled on the first request. So

@@ -60,6 +60,9 @@ _DOWN: _Preferred = (
 # Two and a half pieces of work a multiprocessor of an H200: with fewer, rows are better shared by more programs. With
 # more than so many slots an expert its one block is often two.
 _LEAST_PIECES, _ONE_BLOCK = 330, 12
+# Down in fewer pieces than that, of at least so many columns: programs share K tiles instead. Of 1792 it lost up to 8%.
+_SHARED_COLUMNS = 3584
+_SHARED = ((6, streamed(8, 256, 4, 2, split=True)), (24, streamed(16, 256, 4, 2, split=True)))
 # A wide kernel keeps the sums of a block's activations beside the ring, and takes the zero points' term from them.
 _MOST_SUMS = 128
 
@@ -81,9 +84,8 @@ def persistent(meta: ExpertsMeta, num_tokens: int, top_k: int, num_global: int) 
     slots, tiles = tokens * top_k / num_global, portable(_step(num_tokens) * top_k / num_global)
     first, second = sizes_of(meta)
     hit = meta.num_experts * (1 - (1 - min(1, top_k / num_global)) ** tokens)
-    return LaunchConfig(
-        _preferred(_GATE_UP, slots, first, hit) or tiles.gate_up, _preferred(_DOWN, slots, second, hit) or tiles.down
-    )
+    down = _shared(slots, second, hit) or _preferred(_DOWN, slots, second, hit) or tiles.down
+    return LaunchConfig(_preferred(_GATE_UP, slots, first, hit) or tiles.gate_up, down)
 
 
 def _step(num_tokens: int) -> int:
@@ -115,6 +117,16 @@ def _preferred(table: _Preferred, slots: float, sizes: stream.Sizes, hit: float)
     suit = [gemm for gemm in configs if _suits(gemm, sizes)]
     full = [gemm for gemm in suit if _pieces(gemm, sizes, slots, hit) >= _LEAST_PIECES]
     return next(iter(full or suit[-1:]), None)
+
+
+def _shared(slots: float, sizes: stream.Sizes, hit: float) -> GemmConfig | None:
+    """Programs that share down's K tiles, where its pieces are few and long."""
+    gemm = next((gemm for limit, gemm in _SHARED if slots <= limit), None)
+    if gemm is None or sizes.columns < _SHARED_COLUMNS or not sizes.covered(gemm):
+        return None
+    # An expert's last block is half full.
+    blocks = hit * max(1, slots / gemm.block_tokens + 0.5)
+    return gemm if blocks * sizes.rows / gemm.block_rows < _LEAST_PIECES else None
 
 
 def _suits(gemm: GemmConfig, sizes: stream.Sizes) -> bool:
