@@ -8,6 +8,7 @@ not show. Memory of barriers that no group uses is refused: the compiler puts ti
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import threading
@@ -155,7 +156,8 @@ class Machine:
     """Memory, barriers, and the names a kernel's module looks up."""
 
     def __init__(self, warps: int = 4) -> None:
-        self.warps, self.program, self.programs = warps, 0, 0
+        self.warps = warps
+        self.program, self.programs = (0, 0, 0), (1, 1, 1)
         self.memory: list[torch.Tensor] = []
         self.shared_bytes = 0  # of the last program
         self.changed = threading.Condition()
@@ -170,12 +172,15 @@ class Machine:
         self.memory.append(tensor.view(-1))
         return Pointer(torch.tensor((len(self.memory) - 1) << _SPACE), tensor.dtype)
 
-    def run(self, kernel: Callable[..., None], programs: int, *operands: Any, **constants: Any) -> None:
+    def run(
+        self, kernel: Callable[..., None], programs: int | tuple[int, int, int], *operands: Any, **constants: Any
+    ) -> None:
         """The kernel's programs, tensors as pointers; the last one first, for none may count on those before it."""
         self.begin()
-        self.programs = programs
+        self.programs = programs if isinstance(programs, tuple) else (programs, 1, 1)
         given = [self.pointer(x) if isinstance(x, torch.Tensor) else x for x in operands]
-        for self.program in reversed(range(programs)):
+        for z, y, x in reversed(list(itertools.product(*map(range, reversed(self.programs))))):
+            self.program = (x, y, z)
             self.begin_program()
             kernel(*given, **constants)
         self.refuse_idle_barriers()
@@ -306,8 +311,8 @@ class Machine:
             int32=torch.int64,
             int16=torch.int16,
             pointer_type=lambda element: SimpleNamespace(element_ty=element),
-            program_id=lambda axis: Value(self.program),
-            num_programs=lambda axis: Value(self.programs),
+            program_id=lambda axis: Value(self.program[axis]),
+            num_programs=lambda axis: Value(self.programs[axis]),
             num_warps=lambda: self.warps,
             static_range=range,
             arange=lambda start, stop, layout=None: Value(torch.arange(start, stop)),
@@ -319,6 +324,7 @@ class Machine:
             where=_where,
             sum=lambda x, axis: Value(x.data.sum(axis)),
             max=lambda x, axis: Value(x.data.amax(axis)),
+            min=lambda x, axis: Value(x.data.amin(axis)),
             maximum=lambda x, y: _where(Value(x) > y, x, y),
             minimum=lambda x, y: _where(Value(x) < y, x, y),
             rsqrt=lambda x: Value(x.data.rsqrt()),

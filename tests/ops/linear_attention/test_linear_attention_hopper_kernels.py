@@ -34,12 +34,13 @@ TOLERANCE = 5e-3
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     try:
-        modules = [importlib.import_module(f"{PACKAGE}.{name}") for name in MODULES]
+        # The launches too, or they would import kernels that are being interpreted.
+        launches, *modules = [importlib.import_module(f"{PACKAGE}.{name}") for name in ("launch_hopper", *MODULES)]
     except ImportError as missing:
         pytest.skip(f"Gluon of another version: {missing}")
     machine = gluon_on_torch.Machine()
     gluon_on_torch.interpret(monkeypatch, machine, *modules)
-    return SimpleNamespace(machine=machine, **dict(zip(MODULES, modules, strict=True)))
+    return SimpleNamespace(machine=machine, launch_hopper=launches, **dict(zip(MODULES, modules, strict=True)))
 
 
 def tiles(x: torch.Tensor, rows: int = 64, columns: int = 64) -> gluon_on_torch.Tiles:
@@ -70,10 +71,12 @@ def prepare(
     machine, programs = kernels.machine, slots * VALUE_HEADS
     if op == "gdn":
         w |= {"queries": q.flatten(1), "keys": k.flatten(1), "factors": empty(256, dtype=torch.float32)}
+        columns, each, layers = kernels.launch_hopper.columns_of_slots(slots, count)
         machine.run(
-            kernels.prepare_gdn_hopper.prepare_gdn_hopper_kernel, programs // together, tiles(w["queries"], 64, dim),
-            tiles(w["keys"], 64, dim), g, beta, bounds, tiles(w["inverse"]), tiles(w["scores"]), w["factors"],
-            *counts, first, g.stride(0), beta.stride(0), g.stride(1), beta.stride(1), **common, HEADS=together,
+            kernels.prepare_gdn_hopper.prepare_gdn_hopper_kernel, (VALUE_HEADS // together, columns, layers),
+            tiles(w["queries"], 64, dim), tiles(w["keys"], 64, dim), g, beta, bounds, tiles(w["inverse"]),
+            tiles(w["scores"]), w["factors"], *counts[:4], slots, each, first, g.stride(0), beta.stride(0), g.stride(1),
+            beta.stride(1), **common, HEADS=together, HEADS_A_KEY=counts[4],
         )  # fmt: skip
         return w
     w |= {"keys": empty(64, dim), "queries": empty(64, dim), "tails": empty(64, dim)}
@@ -125,8 +128,8 @@ def recur(
             kernels.recurrence_hopper.recurrence_hopper_kernel,
             (columns + dim if transition else columns) // (64 * groups) * VALUE_HEADS * slots,
             keys[0], keys[1], tiles(v), keys[2], tiles(w["inverse"]), tiles(w["scores"]),
-            tiles(w["factors"], 1, w["factors"].shape[-1]), tiles(o), states, state, carries, final, o, bounds, count,
-            tokens, VALUE_HEADS, VALUE_HEADS // HEADS, length, part.start if part else 0, part.stop if part else 0,
+            tiles(w["factors"], 1, w["factors"].shape[-1]), tiles(o), states, state, carries, final, o, bounds,
+            count, tokens, VALUE_HEADS, VALUE_HEADS // HEADS, length, *((part.start, part.stop) if part else (0, 0)),
             K=dim, V=columns, GROUPS=groups, KDA=op == "kda", TRANSITION=transition, V_FIRST=state_v_first, PACKED=True,
             STAGES=stages, PART=part is not None,
         )  # fmt: skip
@@ -154,6 +157,8 @@ def recur(
         ((70, 0, 1, 330), (128, 64), True, True, 1, None, True, 3),
         ((5, 330, 0, 64), (64, 128), False, True, 2, None, True, 3),
         ((1, 330), (64, 128), False, True, 1, None, True, 3),
+        ((5, 0, 330, 64), (128, 128), False, True, 2, None, True, 3),
+        ((250, 1), (128, 64), False, True, 1, 1, True, 3),
         ((200, 1), (128, 192), True, True, 1, 1, False, 2),
     ],
 )
@@ -306,14 +311,15 @@ def test_the_first_chunks_are_prepared_last(
     found = []
 
     def noted(offsets: Any, slot: Any, *counts: Any) -> Any:
-        found.append((kernels.machine.program, int(slot)))
+        found.append((kernels.machine.program[::-1], int(slot)))
         return find(offsets, slot, *counts)
 
     monkeypatch.setattr(kernels.prepare_gdn_hopper, "sequence_of_slot", noted)
     x = sample_operands("gdn", 1, sum(lengths), HEADS, VALUE_HEADS, 64, 64)
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     prepare(kernels, "gdn", x, bounds, False)
-    assert [slot for _, slot in sorted(found)] == [slot for slot in wanted for _ in range(HEADS)]
+    within = [slot for _, slot in sorted(found) if slot < len(wanted)]
+    assert within == [slot for slot in wanted for _ in range(HEADS)]
 
 
 def test_the_recurrence_starts_after_what_is_before_the_preparation(
@@ -374,7 +380,7 @@ def test_every_unit_of_tokens_finds_its_sequence(kernels: Any, unit: int, one_tr
 @pytest.mark.parametrize(("dim", "groups"), [(64, 1), (64, 2), (128, 1), (128, 2)])
 def test_as_many_chunks_are_in_flight_as_shared_memory_holds(kernels: Any, op: str, dim: int, groups: int) -> None:
     """227 KiB are a program's at most; three chunks hide the copies, two take an eighth longer."""
-    launch = importlib.import_module(f"{PACKAGE}.launch_hopper")
+    launch = kernels.launch_hopper
     x = sample_operands(op, 1, 5, HEADS, VALUE_HEADS, dim, 128)
     bounds = torch.tensor([0, 5], dtype=torch.int32)
     w = prepare(kernels, op, x, bounds, True)
@@ -385,50 +391,3 @@ def test_as_many_chunks_are_in_flight_as_shared_memory_holds(kernels: Any, op: s
     stage, chosen = used[1] - used[0], launch.stages(dim, groups, op == "kda")
     assert used[0] + (chosen - 1) * stage <= 227 * 1024
     assert chosen == 3 or used[0] + chosen * stage > 227 * 1024
-
-
-def test_initial_states_are_not_copied_for_the_copy_engine() -> None:
-    """The recurrence asks for them while the launch before it runs, which a copy would be."""
-    launch = importlib.import_module(f"{PACKAGE}.launch_hopper")
-    states = sample_state(2, VALUE_HEADS, 128, 128)
-    tiles = launch.state_tiles(states, True, 3)
-    assert tiles.base.data_ptr() == states.data_ptr()
-    assert (tiles.shape, tiles.block_shape) == ([2 * VALUE_HEADS * 128, 128], [64, 128])
-    apart = torch.cat([torch.zeros(1), states.flatten()])[1:].view(states.shape)
-    for given, v_first, count in (
-        (states, False, 3),
-        (states, True, 2),
-        (states.bfloat16(), True, 3),
-        (apart, True, 3),
-    ):
-        assert launch.state_tiles(given, v_first, count) is None
-
-
-def test_two_heads_are_prepared_together_where_there_are_two() -> None:
-    """Of three value heads of a key head the third would be prepared with another key head's first."""
-    launch = importlib.import_module(f"{PACKAGE}.launch_hopper")
-    assert [launch._together(heads, 10**6) for heads in (1, 2, 3, 4, 15)] == [1, 2, 1, 2, 1]
-    assert launch._together(4, 64) == 1
-
-
-@pytest.mark.parametrize("kind", ["steps of 520 bytes", "columns apart", "from 2 bytes on", "one row for all"])
-def test_the_copy_engine_is_given_rows_that_it_takes(kind: str) -> None:
-    """A contiguous view that begins between two 16-byte steps once met a bare assertion of Triton's."""
-    descriptor = importlib.import_module(f"{PACKAGE}.hopper").descriptor
-    x = torch.arange(64 * 260.0).bfloat16()
-    views = {
-        "steps of 520 bytes": x.view(64, 260)[:, 8:136],
-        "columns apart": x[: 64 * 256].view(64, 256)[:, ::2],
-        "from 2 bytes on": x[1:8193].view(64, 128),
-        "one row for all": x[:128].expand(64, 128),
-    }
-    made = descriptor(views[kind], [64, 128])
-    assert torch.equal(made.base, views[kind])
-    assert made.strides == [128, 1]
-    assert made.base.data_ptr() % 16 == 0
-
-
-def test_the_copy_engine_reads_what_it_can_in_place() -> None:
-    descriptor = importlib.import_module(f"{PACKAGE}.hopper").descriptor
-    view = torch.zeros(64, 256, dtype=torch.bfloat16)[:, 8:136]
-    assert descriptor(view, [64, 128]).base.data_ptr() == view.data_ptr()

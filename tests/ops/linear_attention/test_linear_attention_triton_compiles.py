@@ -218,7 +218,7 @@ def test_what_prepares_chunks_on_hopper_keeps_to_its_registers(name: str, heads:
         "kda": (prepare_kda_hopper_kernel, {**pointers, **common}, 8),
         "inverse": (invert_hopper_kernel, {**tiles, **common}, 4),
     }[name]
-    taken = {"K": 128, "NORMALISE": False, "PACKED": True, "HEADS": heads}
+    taken = {"K": 128, "NORMALISE": False, "PACKED": True, "HEADS": heads, "HEADS_A_KEY": 4}
     taken = {key: value for key, value in taken.items() if key in kernel.arg_names}
     compiled = compile_for_hopper(kernel, types, taken, warps, maxnreg=REGISTERS[name, heads])
     sass = compiled.asm["sass"]

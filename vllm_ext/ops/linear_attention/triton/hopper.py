@@ -12,7 +12,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 L2_NORM_EPS = gl.constexpr(1e-6)
 LOG2_E = gl.constexpr(1.4426950408889634)
 LEAST_STEP = gl.constexpr(-120.0)
-_SEARCH = gl.constexpr(128)
+_SEARCH = gl.constexpr(64)
+_FARTHEST = gl.constexpr(2**31 - 1)
 
 
 @gluon.jit
@@ -63,24 +64,24 @@ def add(a, b):
 def sequence_of_slot(
     cu_seqlens, slot, num_sequences, num_tokens, unit, PACKED: gl.constexpr, ONE_TRIP: gl.constexpr = True
 ):
-    """`slots.locate`; with more registers, in one trip to memory: offsets rise, so the greatest of those reached are
-    the sequence's own.
+    """`slots.locate`; with more registers, in one trip to memory: offsets rise, so the greatest of those reached is
+    where the sequence begins, and the least of the others where it ends.
     """
     if PACKED:
         # Every warp searches for itself: no barrier.
-        layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+        layout: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
         before = 0
         begin = 0
-        end = 0
-        for start in range(0, num_sequences, _SEARCH):
+        end = _FARTHEST
+        for start in range(0, num_sequences + 1, _SEARCH):
             n = start + gl.arange(0, _SEARCH, layout)
-            first = gl.load(cu_seqlens + n, mask=n < num_sequences, other=0).to(gl.int32)
-            reached = (first // unit + n <= slot) & (n < num_sequences)
+            first = gl.load(cu_seqlens + n, mask=n <= num_sequences, other=_FARTHEST).to(gl.int32)
+            # first // unit + n <= slot without a division.
+            reached = (first.to(gl.int64) < (slot - n + 1).to(gl.int64) * unit) & (n < num_sequences)
             before += gl.sum(reached.to(gl.int32), 0)
             if ONE_TRIP:
-                last = gl.load(cu_seqlens + n + 1, mask=n < num_sequences, other=0).to(gl.int32)
                 begin = gl.maximum(begin, gl.max(gl.where(reached, first, 0), 0))
-                end = gl.maximum(end, gl.max(gl.where(reached, last, 0), 0))
+                end = gl.minimum(end, gl.min(gl.where(reached, _FARTHEST, first), 0))
         n = before - 1
         if not ONE_TRIP:
             begin = gl.load(cu_seqlens + n).to(gl.int32)

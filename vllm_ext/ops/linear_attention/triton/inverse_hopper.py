@@ -1,8 +1,8 @@
 """The inverse of a chunk's unit lower triangular matrix for compute capability 9.0, in Gluon.
 
 The diagonal blocks of 16 rows by substitution, a column a thread, in FP32. With D the inverses of the diagonal blocks
-of a size, the blocks between two of them are -D_i A_ij D_j: two products of whole tiles, of which these are kept. The
-products are of FP16, as the inverse itself.
+of a size, the blocks between two of them are -D_i A_ij D_j: two products of 64 rows for all of a size. They are of
+FP16, as the inverse itself.
 """
 
 # Triton's functions take tensors and compile-time values of any kind.
@@ -68,6 +68,13 @@ def room(HEADS: gl.constexpr):
     if HEADS == 2:
         tiles = tiles + (gl.allocate_shared_memory(gl.float16, [64, 64], kind),)
     return tiles
+
+
+@gluon.jit
+def room_for_diagonal(HEADS: gl.constexpr):
+    """[64 HEADS, 16] of FP16, which products read as well."""
+    kind: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64 * HEADS, 16], gl.float16)
+    return gl.allocate_shared_memory(gl.float16, [64 * HEADS, 16], kind)
 
 
 @gluon.jit
@@ -147,56 +154,111 @@ def _spread(solved, layout: gl.constexpr):
 
 
 @gluon.jit
-def _times(left, tile, zero):
-    """left [64, 64], FP16 in registers, times a tile."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, zero.type.layout, 2)
-    narrow = gl.convert_layout(left, operand)
+def _halves(x):
+    """[64, 64] by columns."""
+    return x.reshape([64, 2, 32]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _quarters(x):
+    """[64, 64] by columns: the even ones of four parts and the odd ones."""
+    even, odd = x.reshape([64, 2, 2, 16]).permute((0, 3, 1, 2)).split()
+    return even.split(), odd.split()
+
+
+@gluon.jit
+def _columns(parts, layout: gl.constexpr):
+    """Two or four parts of so many columns each, one beside the other."""
+    if len(parts) == 2:
+        x = gl.join(parts[0], parts[1]).permute((0, 2, 1))
+    else:
+        x = gl.join(gl.join(parts[0], parts[2]), gl.join(parts[1], parts[3])).permute((0, 2, 3, 1))
+    width: gl.constexpr = len(parts) * parts[0].shape[1]
+    return gl.convert_layout(x.reshape([64, width]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _times(left, tile, layout: gl.constexpr):
+    """left [64, K], FP16 in registers, times a tile [K, N]."""
+    narrow = gl.convert_layout(left, gl.DotOperandLayout(0, layout, 2))
+    N: gl.constexpr = tile.shape[1]
+    zero = gl.zeros([64, N], gl.float32, layout)
     product = warpgroup_mma(narrow, tile, zero, use_acc=False, is_async=True)
     product, narrow = warpgroup_mma_wait(0, [product, narrow])
     return product
 
 
 @gluon.jit
-def _less_blocks(matrix, other, wanted):
-    """FP16 matrix [64, 64] less other where wanted [4, 1, 4, 1], both cut in blocks of 16."""
-    layout: gl.constexpr = matrix.type.layout
-    parts = matrix.reshape([4, 16, 4, 16])
-    four: gl.constexpr = parts.type.layout
-    size = gl.where(wanted, -1.0, 0.0).to(gl.float16) + gl.zeros([4, 16, 4, 16], gl.float16, four)
-    parts = _add_scaled(parts, other.reshape([4, 16, 4, 16]), size)
-    return gl.convert_layout(parts.reshape([64, 64]), layout, assert_trivial=True)
+def _times_two(left, tiles, layout: gl.constexpr, SUM: gl.constexpr):
+    """Two such products, or their sum and nothing."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    first, second = gl.convert_layout(left[0], operand), gl.convert_layout(left[1], operand)
+    N: gl.constexpr = tiles[0].shape[1]
+    zero = gl.zeros([64, N], gl.float32, layout)
+    product = warpgroup_mma(first, tiles[0], zero, use_acc=False, is_async=True)
+    if SUM:
+        product = warpgroup_mma(second, tiles[1], product, is_async=True)
+        product, first, second = warpgroup_mma_wait(0, [product, first, second])
+        other = zero
+    else:
+        other = warpgroup_mma(second, tiles[1], zero, use_acc=False, is_async=True)
+        product, other, first, second = warpgroup_mma_wait(0, [product, other, first, second])
+    return product, other
+
+
+@gluon.jit
+def _less(x, other, first: gl.constexpr, count: gl.constexpr):
+    """FP16 x [64, N] less `count` rows of other from `first` on."""
+    N: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = x.type.layout
+    row = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    size = gl.where((row >= first) & (row < first + count), -1.0, 0.0).to(gl.float16)
+    other = gl.convert_layout(other, layout, assert_trivial=True)
+    return _add_scaled(x, other, size + gl.zeros([64, N], gl.float16, layout))
 
 
 @gluon.jit
 def assemble(solved, tiles, first_tiles, second_tiles, sizes, layout: gl.constexpr):
     """Put (I + A)^-1 diag(size) into first_tiles, FP16, for every A = what a tile [64, 64] holds below its diagonal.
 
-    solved [64 HEADS, 16] holds the inverses of the diagonal blocks, sizes 64 numbers a head; second_tiles is room.
+    solved, `room_for_diagonal`, holds the inverses of the diagonal blocks, sizes 64 numbers a head; second_tiles is
+    room. Of factors only the blocks are multiplied that are not zeros, and little is made that is not wanted: what the
+    tensor cores read of shared memory is what a preparation waits for.
     """
     HEADS: gl.constexpr = len(tiles)
-    four: gl.constexpr = gl.zeros([64, 64], gl.float16, layout).reshape([4, 16, 4, 16]).type.layout
-    row, column = _block_places(four)
-    zero = gl.zeros([64, 64], gl.float32, layout)
-    inverses = ()
-    for h in gl.static_range(HEADS):
-        inverse = _spread(solved.slice(64 * h, 64), layout)
-        first_tiles[h].store(inverse)
-        inverses = inverses + (inverse,)
-    fence_async_shared()
-    gl.thread_barrier()
+    of_quarter: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+    of_half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    half_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 32], gl.float16)
     wider = ()
     for h in gl.static_range(HEADS):
-        beside = to_half(_times(to_half(_times(inverses[h], tiles[h], zero)), first_tiles[h], zero))
-        inverse = _less_blocks(inverses[h], beside, (row // 2 == column // 2) & (row > column))
-        second_tiles[h].store(inverse)
+        inverse = _spread(solved.slice(64 * h, 64), layout)
+        even, odd = _quarters(inverse)
+        product, _ = _times_two(odd, (tiles[h].slice(16, 16), tiles[h].slice(48, 16)), layout, True)
+        wanted, _ = _quarters(to_half(product))
+        own = (solved.slice(64 * h, 16), solved.slice(64 * h + 32, 16))
+        first, third = _times_two(wanted, own, of_quarter, False)
+        first = _less(even[0], to_half(first), 16, 16)
+        third = _less(even[1], to_half(third), 48, 16)
+        inverse = _columns((first, odd[0], third, odd[1]), layout)
+        second_tiles[h]._reinterpret(gl.float16, [64, 32], half_tile).store(_columns((first, odd[0]), of_half))
         wider = wider + (inverse,)
     fence_async_shared()
     gl.thread_barrier()
     for h in gl.static_range(HEADS):
-        below = _times(to_half(_times(wider[h], tiles[h], zero)), second_tiles[h], zero)
-        size = sizes.slice(64 * h, 64).load(gl.SliceLayout(0, layout))[None, :]
-        scaled = _scale(wider[h], to_half(size) + gl.zeros([64, 64], gl.float16, layout))
-        first_tiles[h].store(_less_blocks(scaled, to_half(below * size), row // 2 > column // 2))
+        left, right = _halves(wider[h])
+        below, _ = _halves(to_half(_times(right, tiles[h].slice(32, 32), layout)))
+        across = second_tiles[h]._reinterpret(gl.float16, [64, 32], half_tile).slice(0, 32)
+        below = _times(below, across, of_half)
+        size = sizes.slice(64 * h, 32).load(gl.SliceLayout(0, of_half))[None, :]
+        size_right = sizes.slice(64 * h + 32, 32).load(gl.SliceLayout(0, of_half))[None, :]
+        nothing = gl.zeros([64, 32], gl.float16, of_half)
+        left, right = (
+            gl.convert_layout(left, of_half, assert_trivial=True),
+            gl.convert_layout(right, of_half, assert_trivial=True),
+        )
+        left = _scale(left, to_half(size) + nothing)
+        left = _less(left, to_half(below * size), 32, 32)
+        first_tiles[h].store(_columns((left, _scale(right, to_half(size_right) + nothing)), layout))
 
 
 @gluon.jit(do_not_specialize=["num_sequences", "num_tokens", "value_heads", "first_slot"])
@@ -235,7 +297,7 @@ def invert_hopper_kernel(
     first_tiles = room(HEADS)
     second_tiles = room(HEADS)
     blocks = second_tiles[0]._reinterpret(gl.float16, [4 * HEADS, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    solved = gl.allocate_shared_memory(gl.float16, [64 * HEADS, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    solved = room_for_diagonal(HEADS)
     sizes = gl.allocate_shared_memory(gl.float32, [64 * HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     await_launches()
     mbarrier.expect(arrived, 8192 * HEADS)
@@ -254,6 +316,7 @@ def invert_hopper_kernel(
         keep_diagonal(tiles[h].load(layout), blocks.slice(4 * h, 4))
     gl.thread_barrier()
     solve_diagonal(blocks, solved)
+    fence_async_shared()
     gl.thread_barrier()
     assemble(solved, tiles, first_tiles, second_tiles, sizes, layout)
     fence_async_shared()

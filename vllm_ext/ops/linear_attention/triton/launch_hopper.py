@@ -32,6 +32,8 @@ _LEAST_PAIRS = 1024
 # Up to so many chunks of heads a launch starts while the one before it ends; more of them fill the GPU either way, and
 # programs that wait for their turn take room from those that do not.
 _MOST_DEPENDENT = 9216
+# Along the second and the third axis of a grid.
+_MOST_BLOCKS = 2**15
 
 
 def serves(key_dim: int, value_dim: int, num_tokens: int) -> bool:
@@ -49,6 +51,15 @@ def stages(key_dim: int, groups: int, kda: bool) -> int:
 def _together(heads: int, chunks: int) -> int:
     """Heads, of so many that can be together, in a program that prepares: two where chunks of heads fill the GPU."""
     return 2 if heads % 2 == 0 and chunks >= _LEAST_PAIRS else 1
+
+
+def columns_of_slots(slots: int, sequences: int) -> tuple[int, int, int]:
+    """Columns, slots in each, and layers of the grid that prepares: a column a sequence where the grid has room for it,
+    and a layer more for the slots that are left.
+    """
+    columns = max(min(sequences, _MOST_BLOCKS), -(-slots // _MOST_BLOCKS))
+    each = slots // columns
+    return columns, each, each + (columns * each < slots)
 
 
 def _square(x: torch.Tensor) -> TensorDescriptor:
@@ -75,10 +86,14 @@ def prepare_gdn(
     inverse, scores, factors = results
     keys = [CHUNK, constants["K"]]
     heads = _together(counts[4], grid[0])
-    prepare_gdn_hopper_kernel[(grid[0] // heads,)](
+    scale, sequences, tokens, value_heads, heads_a_key = counts
+    slots = len(inverse)
+    columns, each, layers = columns_of_slots(slots, sequences)
+    prepare_gdn_hopper_kernel[(value_heads // heads, columns, layers)](
         descriptor(q.flatten(1), keys), descriptor(k.flatten(1), keys), g, beta, cu_seqlens, _square(inverse),
-        _square(scores), factors, *counts, first_slot, *steps[2:4], *steps[6:], **constants,
-        HEADS=heads, num_warps=4, maxnreg=REGISTERS["gdn", heads], launch_pdl=grid[0] <= _MOST_DEPENDENT,
+        _square(scores), factors, scale, sequences, tokens, value_heads, slots, each, first_slot, *steps[2:4],
+        *steps[6:], **constants, HEADS=heads, HEADS_A_KEY=heads_a_key, num_warps=4, maxnreg=REGISTERS["gdn", heads],
+        launch_pdl=grid[0] <= _MOST_DEPENDENT,
     )  # fmt: skip
 
 

@@ -30,10 +30,17 @@ from vllm_ext.ops.linear_attention.triton.hopper import (
     to_half,
     zero_past,
 )
-from vllm_ext.ops.linear_attention.triton.inverse_hopper import assemble, halves_of, keep_diagonal, room, solve_diagonal
+from vllm_ext.ops.linear_attention.triton.inverse_hopper import (
+    assemble,
+    halves_of,
+    keep_diagonal,
+    room,
+    room_for_diagonal,
+    solve_diagonal,
+)
 
 # One compiled kernel serves every count.
-_UNSPECIALIZED = ["num_sequences", "num_tokens", "value_heads", "heads_a_key", "first_slot"]
+_UNSPECIALIZED = ["num_sequences", "num_tokens", "value_heads", "slots", "each", "first_slot"]
 
 
 @gluon.jit
@@ -90,7 +97,8 @@ def prepare_gdn_hopper_kernel(
     num_sequences,
     num_tokens,
     value_heads,
-    heads_a_key,
+    slots,
+    each,
     first_slot,
     g_token,
     beta_token,
@@ -100,9 +108,11 @@ def prepare_gdn_hopper_kernel(
     NORMALISE: gl.constexpr,
     PACKED: gl.constexpr,
     HEADS: gl.constexpr,
+    HEADS_A_KEY: gl.constexpr,
 ):
     """Tiles by descriptors: q and k [tokens, heads K], inverse and scores [slots value_heads 64, 64]. Grid: groups of
-    HEADS value heads, which share a key head, within slots of 64 tokens from first_slot on; on four warps.
+    HEADS value heads, which share a key head, by columns of `each` of the slots of 64 tokens from first_slot on, by
+    `each` and one more for what is left of the slots; on four warps.
     """
     # Before the place is looked up, which takes a trip to memory: the tiles are asked for right after it.
     arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -112,16 +122,15 @@ def prepare_gdn_hopper_kernel(
     await_launches()
     # Not before: the recurrence reads initial states as it starts, which may be the last launch's final ones.
     let_dependents_launch()
-    groups = value_heads // HEADS
-    # The first chunks of sequences come last: the recurrence, which begins with them, finds them in the L2 cache.
-    turn = gl.program_id(0) // groups
-    each = gl.num_programs(0) // groups // num_sequences
-    late = turn // num_sequences
-    place = gl.where(late < each, (turn - late * num_sequences) * each + each - 1 - late, turn)
-    head = gl.program_id(0) % groups * HEADS
+    # A column is a sequence or like one. The first chunks of all come last: the recurrence, which begins with them,
+    # finds them in the L2 cache. Nothing is divided: every division takes as long as a trip to the L1 cache.
+    head = gl.program_id(0) * HEADS
+    late = gl.program_id(2)
+    place = gl.program_id(1) * each + each - 1 - late
+    place = gl.where(late < each, place, gl.num_programs(1) * each + gl.program_id(1))
     _, begin, length, chunk, _ = sequence_of_slot(cu_seqlens, first_slot + place, num_sequences, num_tokens, 64, PACKED)
     count = length - chunk * 64
-    if count <= 0:
+    if (count <= 0) | (place >= slots):
         return
     dtype: gl.constexpr = k.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -140,11 +149,11 @@ def prepare_gdn_hopper_kernel(
     second_tiles = halves_of(weight_tiles._reinterpret(gl.float16, [128, 64], inverse.layout), HEADS)
     tiles = halves_of(tiles, HEADS)
     blocks = first_tiles[0]._reinterpret(gl.float16, [4 * HEADS, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    solved = gl.allocate_shared_memory(gl.float16, [64 * HEADS, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    solved = room_for_diagonal(HEADS)
     vectors = gl.allocate_shared_memory(gl.float32, [128 * HEADS], vector)
     norms = gl.allocate_shared_memory(gl.float32, [128], vector)
     mbarrier.expect(arrived, 256 * K)
-    key_column = head // heads_a_key * K
+    key_column = head // HEADS_A_KEY * K
     tma.async_copy_global_to_shared(k, [token, key_column], arrived, k_tile)
     tma.async_copy_global_to_shared(q, [token, key_column], arrived, q_tile)
     # Else the assembler asks for the second tile behind what is made of the gates, which have to come first.
@@ -155,6 +164,10 @@ def prepare_gdn_hopper_kernel(
     of_factors: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
     number = gl.arange(0, 4, gl.SliceLayout(1, of_factors))[:, None] * 64
     number += gl.arange(0, 64, gl.SliceLayout(0, of_factors))[None, :]
+
+    # A zero that the compiler does not know of. It would keep what is at or below the diagonal, a bit each, from one
+    # head to the next, and fetch the scale once a product: more instructions than to find out again, and to keep it.
+    nothing = num_tokens >> 31
 
     mbarrier.wait(arrived, 0)
     if count < 64:
@@ -174,12 +187,12 @@ def prepare_gdn_hopper_kernel(
     if NORMALISE:
         norms.slice(0, 64).store(norm_factor(coupling, row == column))
     else:
-        asked = asked * scale
+        asked = asked * (scale + nothing)
     gl.thread_barrier()
     for h in gl.static_range(HEADS):
         totals = vectors.slice(64 * h, 64)
         between = exp2(totals.load(by_row)[:, None] - totals.load(by_column)[None, :])
-        between = gl.where(row >= column, between, 0.0)
+        between = gl.where(row + nothing * h >= column, between, 0.0)
         row_size = vectors.slice(64 * (HEADS + h), 64).load(by_row)
         if NORMALISE:
             between = between * norms.slice(0, 64).load(by_column)[None, :]
@@ -199,6 +212,7 @@ def prepare_gdn_hopper_kernel(
         tma.async_copy_shared_to_global(scores, [(out + h) * 64, 0], weight_tiles.slice(64 * h, 64))
     solve_diagonal(blocks, solved)
     tma.store_wait(0)
+    fence_async_shared()
     gl.thread_barrier()
     assemble(solved, tiles, first_tiles, second_tiles, vectors.slice(64 * HEADS, 64 * HEADS), layout)
     fence_async_shared()
