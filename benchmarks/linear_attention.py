@@ -94,7 +94,7 @@ Task = tuple[list[Row], str | None]
 
 def _tasks(args: argparse.Namespace) -> list[Task]:
     """What to compile, the peers' first: FlashQLA's kernels depend on the row, FLA's on the heads, ours on how the row
-    is mapped.
+    is mapped and on value heads a key head.
     """
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     tasks: dict[tuple[Any, ...], Task] = {}
@@ -107,7 +107,8 @@ def _tasks(args: argparse.Namespace) -> list[Task]:
     for row in _rows(args):
         count = len(row.lengths)
         mapping = map_prefill(row.tokens, count, row.value_heads, HEAD_DIM, HEAD_DIM, multiprocessors, 128, row.op)
-        kind = (None, row.op, mapping.block_columns, mapping.segment_chunks is None)
+        ratio = row.value_heads // row.heads
+        kind = (None, row.op, ratio, mapping.block_columns, mapping.segment_chunks is None)
         tasks.setdefault(kind, ([row], None))
     return list(tasks.values())
 
