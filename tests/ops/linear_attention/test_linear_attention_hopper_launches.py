@@ -66,8 +66,13 @@ def test_what_prepares_is_given_its_counts(monkeypatch: pytest.MonkeyPatch) -> N
         "beta_head": 17,
         "HEADS": 1,
         "maxnreg": 128,
+        "launch_pdl": True,
     }
     assert {name: given[name] for name in wanted} == wanted
+    # Many programs gain nothing by beginning before the launch before has ended.
+    monkeypatch.setattr(launch, "_MOST_DEPENDENT", 35)
+    launch.prepare_gdn((36,), q, k, g, beta, None, results, counts, steps, {"K": 64, "NORMALISE": True}, 7)
+    assert kernel.given["launch_pdl"] is False
 
 
 def test_initial_states_are_not_copied_for_the_copy_engine() -> None:

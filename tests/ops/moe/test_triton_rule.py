@@ -240,6 +240,14 @@ def test_few_long_pieces_are_shared(columns: int, tokens: int, down: GemmConfig)
     assert choice.persistent(meta, tokens, 2, 8).down == down
 
 
+def test_pieces_are_shared_of_no_more_slots_and_no_other_rows_than_were_timed() -> None:
+    """64 slots an expert are past the 24; of 4224 rows half a tile would be left, and such a weight is not covered."""
+    few = _meta(1024, 3584, 8)
+    assert [choice.persistent(few, tokens, 2, 8).down.split for tokens in (64, 256)] == [True, False]
+    split = [choice.persistent(_meta(hidden, 7168, 8), 8, 2, 8).down.split for hidden in (4096, 4224)]
+    assert split == [True, False]
+
+
 @pytest.mark.parametrize(("tokens", "experts", "block"), [(64, 8, 16), (8, 16, 8), (32, 16, 8), (32, 8, 16)])
 def test_pieces_are_shared_as_long_as_programs_would_idle(tokens: int, experts: int, block: int) -> None:
     """Where pieces alone give each program enough, sharing costs the way of sums through memory. Blocks are counted
