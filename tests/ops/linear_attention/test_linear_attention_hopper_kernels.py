@@ -336,6 +336,14 @@ def test_the_recurrence_starts_after_what_is_before_the_preparation(
     assert order[:3] == ["await_launches", "let_dependents_launch", "sequence_of_slot"]
 
 
+def test_the_recurrence_waits_for_what_is_prepared(monkeypatch: pytest.MonkeyPatch, kernels: Any) -> None:
+    waited: list[Any] = []
+    monkeypatch.setattr(kernels.recurrence_hopper, "await_launches", lambda: waited.append(kernels.machine.program[0]))
+    x, bounds = sample_operands("gdn", 1, 128, HEADS, VALUE_HEADS, 64, 64), torch.tensor([0, 128], dtype=torch.int32)
+    recur(kernels, "gdn", x, bounds, prepare(kernels, "gdn", x, bounds, False), None, 1, None)
+    assert sorted(waited) == list(range(VALUE_HEADS))
+
+
 @pytest.mark.parametrize("op", list(FUNCTIONS))
 @pytest.mark.parametrize("decay", [-316.0, -1e30])
 def test_extreme_decays_stay_finite_and_right(error: Any, kernels: Any, op: str, decay: float) -> None:
