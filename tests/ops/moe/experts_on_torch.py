@@ -62,7 +62,6 @@ class ExpertsMachine(Machine):
     def __init__(self, late: bool = True, seed: int = 0) -> None:
         super().__init__()
         self.late, self.random = late, random.Random(seed)
-        self.programs = 0
         self.here = threading.local()
         self.copies: list[Callable[[], None]] = []
         self.unready: set[int] = set()
@@ -72,7 +71,7 @@ class ExpertsMachine(Machine):
     ) -> None:
         """The kernel's programs, in the order they begin in: one that waits for a later one could wait for ever."""
         self.begin()
-        self.programs = programs
+        self.programs = (programs, 1, 1)
         before = ["x", "group_sums"]
         if given["GATE_UP"]:
             before += ["sorted_slots", "blocks", "flags"]
@@ -87,7 +86,8 @@ class ExpertsMachine(Machine):
                 pointers.append(Tiles(operand.base.view(operand.shape), operand.block_shape))
             else:
                 pointers.append(operand)
-        for self.program in range(programs):
+        for place in range(programs):
+            self.program = (place, 0, 0)
             self.begin_program()
             kernel(*pointers, **given)
         self.refuse_idle_barriers()
@@ -263,7 +263,7 @@ class ExpertsMachine(Machine):
             | {
                 "NVMMASharedLayout": _nothing,
                 "int32": torch.int32,
-                "num_programs": lambda axis: self.programs,
+                "num_programs": lambda axis: self.programs[axis],
                 "num_warps": lambda: self.here.warps,
                 "load": loaded,
                 "store": stored,
