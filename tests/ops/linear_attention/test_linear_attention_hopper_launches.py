@@ -14,7 +14,6 @@ from vllm_ext.ops.linear_attention.sample import sample_operands, sample_state
 
 PACKAGE = "vllm_ext.ops.linear_attention.triton"
 HEADS, VALUE_HEADS = 2, 4
-CALL_OPTIONS = ("initial_state", "output_final_state", "cu_seqlens", "use_qk_l2norm_in_kernel", "state_v_first")
 
 
 @pytest.mark.parametrize(("slots", "sequences"), [(1, 1), (9, 8), (5, 9), (136, 8), (2**20 + 5, 2**17), (2**22, 1)])

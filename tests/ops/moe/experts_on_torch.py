@@ -263,7 +263,6 @@ class ExpertsMachine(Machine):
             | {
                 "NVMMASharedLayout": _nothing,
                 "int32": torch.int32,
-                "num_programs": lambda axis: self.programs[axis],
                 "num_warps": lambda: self.here.warps,
                 "load": loaded,
                 "store": stored,
