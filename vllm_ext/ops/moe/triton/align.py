@@ -16,6 +16,7 @@ import torch
 from vllm_ext.ops.moe.triton.align_kernels import align_kernel, count_kernel, offset_kernel, place_kernel
 from vllm_ext.ops.moe.triton.launch_sizes import cdiv, next_power_of_2
 from vllm_ext.ops.moe.triton.pdl import carve_shared_memory, dependent_launch
+from vllm_ext.ops.moe.triton.replay import launch
 
 _ONE_LAUNCH_SLOTS = 8192
 _MANY_WARPS = 16
@@ -120,30 +121,34 @@ def align(
     tokens = {"BLOCK_TOKENS": block_tokens[0], "OTHER_BLOCK_TOKENS": block_tokens[1]}
     pow2 = next_power_of_2(sums)
     token = {"TOKEN": (columns, form.sum_width, sums, pow2, form.exponent, form.step, form.plane)}
-    launch = {"PDL": pdl, "launch_pdl": pdl}
+    early = {"PDL": pdl, "launch_pdl": pdl}
     if num_slots <= one_launch_slots:
         chunk, warps, together = one_launch_shape(num_slots)
-        kernel = align_kernel[(1 + num_experts + cdiv(num_tokens, together),)](
+        kernel = launch(
+            align_kernel, (1 + num_experts + cdiv(num_tokens, together),),
             topk_ids, id_map, x, scaled, sorted_slots, blocks, other, group_sums, flags, num_slots, *limits, num_flags,
             num_tokens, num_experts, num_global, x.stride(0),
             CHUNK=chunk, TOKENS=together, SPARSE=sparse[0], OTHER=not same, num_warps=warps,
-            **ids, **tokens, **token, **launch,
+            **ids, **tokens, **token, **early,
         )  # fmt: skip
         if pdl:
             carve_shared_memory(kernel)
         return aligned
     chunk_slots, num_chunks = chunks_of(num_slots)
     counts, offsets = torch.empty(2, num_chunks, ids["BINS"], dtype=torch.int32, device=x.device)
-    count_kernel[(num_chunks + num_tokens,)](
+    launch(
+        count_kernel, (num_chunks + num_tokens,),
         topk_ids, id_map, x, scaled, counts, group_sums, num_slots, num_tokens, num_chunks, chunk_slots, num_experts,
-        num_global, x.stride(0), STEP=_CHUNK_SLOTS, num_warps=_TOKEN_WARPS, **ids, **token, **launch,
+        num_global, x.stride(0), STEP=_CHUNK_SLOTS, num_warps=_TOKEN_WARPS, **ids, **token, **early,
     )  # fmt: skip
-    offset_kernel[(num_experts,)](
+    launch(
+        offset_kernel, (num_experts,),
         counts, offsets, blocks, other, flags, num_chunks, *limits, num_flags, num_experts,
-        BINS=ids["BINS"], CHUNKS_POW2=next_power_of_2(num_chunks), num_warps=8, **tokens, **launch,
+        BINS=ids["BINS"], CHUNKS_POW2=next_power_of_2(num_chunks), num_warps=8, **tokens, **early,
     )  # fmt: skip
-    place_kernel[(cdiv(num_slots, _PLACE_SLOTS),)](
+    launch(
+        place_kernel, (cdiv(num_slots, _PLACE_SLOTS),),
         topk_ids, id_map, offsets, sorted_slots, num_slots, chunk_slots, num_experts, num_global,
-        SLOTS=_PLACE_SLOTS, STEP=_CHUNK_SLOTS, num_warps=4, **ids, **launch,
+        SLOTS=_PLACE_SLOTS, STEP=_CHUNK_SLOTS, num_warps=4, **ids, **early,
     )  # fmt: skip
     return aligned

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from vllm_ext.ops.fused.device import on_its_device
 from vllm_ext.ops.moe.experts import CallOptions, PreparedExperts, experts_meta
-from vllm_ext.ops.moe.triton import stream
+from vllm_ext.ops.moe.triton import replay, stream
 from vllm_ext.ops.moe.triton.align import Alignment, TokenForm, align
 from vllm_ext.ops.moe.triton.choice import choose
 from vllm_ext.ops.moe.triton.combine import combine
@@ -82,6 +82,17 @@ def apply(
     options: CallOptions,
 ) -> torch.Tensor:
     """The layer's output [M, H] in hidden_states' dtype."""
+    return replay.call(_choose_and_launch, hidden_states, experts, topk_weights, topk_ids, expert_map, options)
+
+
+def _choose_and_launch(
+    hidden_states: torch.Tensor,
+    experts: PreparedExperts,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    options: CallOptions,
+) -> torch.Tensor:
     device = hidden_states.device
     index = device.index if device.type == "cuda" and device.index is not None else -1
     plain = _plain(experts, hidden_states, options)
@@ -237,7 +248,9 @@ def gate_up(
             meta.num_experts if aligned.sparse[0] else 0,
         )  # fmt: skip
         return inner, sums
-    gate_up_kernel[(aligned.blocks.shape[0] * cdiv(tiles, gemm.row_tiles),)](
+    replay.launch(
+        gate_up_kernel,
+        (aligned.blocks.shape[0] * cdiv(tiles, gemm.row_tiles),),
         x,
         words,
         factors,
@@ -296,7 +309,9 @@ def down(
             sparse=-1 if aligned.sparse[1] else 0,
         )  # fmt: skip
         return out
-    down_kernel[(aligned.down_blocks.shape[0] * cdiv(rows, gemm.block_rows * gemm.row_tiles),)](
+    replay.launch(
+        down_kernel,
+        (aligned.down_blocks.shape[0] * cdiv(rows, gemm.block_rows * gemm.row_tiles),),
         inner,
         words,
         factors,

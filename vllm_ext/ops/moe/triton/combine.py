@@ -11,6 +11,7 @@ import triton.language as tl
 from vllm_ext.ops.moe.triton.align_kernels import local_expert
 from vllm_ext.ops.moe.triton.launch_sizes import cdiv, next_power_of_2
 from vllm_ext.ops.moe.triton.pdl import carve_shared_memory, dependent_launch, wait_for_previous
+from vllm_ext.ops.moe.triton.replay import launch
 
 _MOST_SLOTS = 63  # bits of the word that holds which of a token's slots are routed
 
@@ -71,7 +72,9 @@ def combine(
     columns = slots.shape[1]
     out = torch.empty(tokens, columns, dtype=slots.dtype, device=slots.device)
     block = min(1024, next_power_of_2(columns))
-    kernel = _combine_kernel[(tokens, cdiv(columns, block))](
+    kernel = launch(
+        _combine_kernel,
+        (tokens, cdiv(columns, block)),
         slots,
         topk_ids,
         topk_weights,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from vllm_ext.ops.moe.experts import ExpertsMeta
+from vllm_ext.ops.moe.triton import replay
 from vllm_ext.ops.moe.triton.config import GemmConfig
 from vllm_ext.ops.moe.triton.dequant import CodeForm
 from vllm_ext.ops.moe.triton.layout import PLANES, padded_rows
@@ -237,7 +238,9 @@ def launch(
         extra = (torch.empty(programs, size, dtype=torch.float32, device=x.device), flags)
     else:
         programs = min(programs, blocks.shape[0] * -(-sizes.rows // gemm.block_rows))
-    kernel[(programs,)](
+    replay.launch(
+        kernel,
+        (programs,),
         tiles,
         factor_tiles,
         factors,
