@@ -195,7 +195,8 @@ def time_arms(serving: Serving, number: int, args: argparse.Namespace) -> None:
     """
     names = list(serving.engines)
     plan = cells(args)
-    quick = [cell for cell in plan if cell["outputs"] > 1 and cell["batch"] <= QUICK_BATCH]
+    short = [cell for cell in plan if cell["outputs"] > 1 or cell["inputs"] in args.prompts]
+    quick = [cell for cell in short if cell["batch"] <= QUICK_BATCH]
     for repeat in range(args.repeats if quick else 1):
         order = names if (number + repeat) % 2 == 0 else names[::-1]
         serving.rounds.append(one_round(serving, order, plan if repeat == 0 else quick, seed=number))
@@ -292,8 +293,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--decoded-tokens", type=int, default=8, help="of a request whose decoding is checked; 0: none")
     parser.add_argument("--prefill", type=int, default=8192, help="tokens of a long prompt; 0: none")
+    parser.add_argument(
+        "--prompts", nargs="*", type=int, default=[], metavar="TOKENS", help="shorter prompts, alone and four at once"
+    )
     parser.add_argument("--rounds", type=int, default=6, help="times that every arm is measured; even")
-    parser.add_argument("--repeats", type=int, default=1, help="times a round has batches of up to 8; odd")
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="times a round has batches of up to 8, and --prompts; odd"
+    )
     parser.add_argument("--profile", type=float, default=0, metavar="SECONDS", help="trace kernels, so long a shape")
     parser.add_argument("--seconds", type=float, default=3600, help="begin no round, but the first, later than this")
     parser.add_argument("--files", action="store_true", help="write checkpoints, and load them; default: draw weights")
@@ -304,7 +310,8 @@ def main(argv: list[str] | None = None) -> int:
         nargs="+",
         choices=LAYOUTS,
         help="of an engine on the host: vLLM's default, or with one group of the KV cache and its newer model runner "
-        "(v1: the older) in one process or in three; several take turns like shapes. Default: one on a GPU, or vLLM's",
+        "(v1: the older; long: blocks of 128 tokens) in one process or in three; several take turns like shapes. "
+        "Default: one on a GPU, or vLLM's",
     )
     parser.add_argument("--loading", action="store_true", help="also measure loading: time and peak memory; --files")
     parser.add_argument(

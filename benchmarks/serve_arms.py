@@ -52,13 +52,16 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     # The same with the older runner, which samples greedily in fewer launches.
     "one-v1": {"environment": _OLDER | _TOGETHER, "options": _ONE_GROUP},
     "three-v1": {"environment": _OLDER, "options": _ONE_GROUP | _APART},
+    # Blocks of 128 tokens: tables of an eighth, which change in an eighth of the steps.
+    "three-v1-long": {"environment": _OLDER, "options": _ONE_GROUP | _APART | {"block_size": 128}},
 }
 
 
 def kv_cache_bytes(config: dict[str, Any], args: argparse.Namespace) -> int:
     """What all requests of the largest batch, or the long prompts, take in 16 bits, and a fifth more."""
     heads, size = config["num_key_value_heads"], config["head_dim"]
-    tokens = max(PREFILLS * args.prefill, max(args.batches) * (args.input_tokens + args.output_tokens), 4096)
+    long = PREFILLS * max(args.prefill, *args.prompts, 0)
+    tokens = max(long, max(args.batches) * (args.input_tokens + args.output_tokens), 4096)
     return int(1.2 * tokens * config["num_hidden_layers"] * 2 * heads * size * 2)
 
 
@@ -67,7 +70,8 @@ def engine_options(config: dict[str, Any], args: argparse.Namespace) -> dict[str
     options: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,  # rounds repeat their prompts
-        "max_model_len": max(args.prefill, args.checked_tokens, args.input_tokens + args.output_tokens) + 1,
+        "max_model_len": max(args.prefill, *args.prompts, args.checked_tokens, args.input_tokens + args.output_tokens)
+        + 1,
         "max_num_seqs": max(args.batches),
         "max_num_batched_tokens": max(args.prefill, 2048),
         "gpu_memory_utilization": 0.05,
@@ -144,10 +148,15 @@ def await_arms(serving: Serving, deadline: float) -> None:
 
 
 def cells(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What is timed: decoding at each batch size, and a few long prompts."""
+    """What is timed: decoding at each batch size, shorter prompts, alone and a few at once, and a few long ones."""
     decode = [
         {"cell": f"batch {batch}", "batch": batch, "inputs": args.input_tokens, "outputs": args.output_tokens}
         for batch in args.batches
     ]
+    shorter = [
+        {"cell": name, "batch": batch, "inputs": inputs, "outputs": 1}
+        for inputs in args.prompts
+        for name, batch in ((f"prompt of {inputs}", 1), (f"{PREFILLS} prompts of {inputs}", PREFILLS))
+    ]
     prefill = {"cell": f"prefill {args.prefill}", "batch": PREFILLS, "inputs": args.prefill, "outputs": 1}
-    return [*decode, prefill] if args.prefill else decode
+    return [*decode, *shorter, *([prefill] if args.prefill else [])]

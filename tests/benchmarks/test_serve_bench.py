@@ -307,8 +307,22 @@ def test_experts_rounded_together_have_the_bits_of_each_alone(kind):
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+def test_prompts_are_timed_alone_and_at_once_and_fit():
+    """Each is a request that the engine takes: not longer than its longest, and its keys and values find room."""
+    args = argparse.Namespace(prefill=64, prompts=[512], batches=[1], input_tokens=8, output_tokens=8)
+    args.checked_tokens, args.eager, args.attention_backend = 8, True, None
+    config = {"num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": 64}
+    plan = {cell.pop("cell"): cell for cell in serve_arms.cells(args)}
+    assert plan["prompt of 512"] == {"batch": 1, "inputs": 512, "outputs": 1}
+    assert plan["4 prompts of 512"] == {"batch": 4, "inputs": 512, "outputs": 1}
+    assert list(plan)[-1] == "prefill 64"
+    options = serve_arms.engine_options(config, args)
+    assert options["max_model_len"] > 512
+    assert options["kv_cache_memory_bytes"] >= 4 * 512 * (2 * 2 * 4 * 64 * 2)
+
+
 def test_kv_cache_holds_the_largest_batch():
-    args = argparse.Namespace(prefill=512, batches=[1, 64], input_tokens=100, output_tokens=28)
+    args = argparse.Namespace(prefill=512, prompts=[], batches=[1, 64], input_tokens=100, output_tokens=28)
     config = {"num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": 64}
     assert serve_arms.kv_cache_bytes(config, args) >= 64 * 128 * (2 * 2 * 4 * 64 * 2)
 

@@ -129,7 +129,8 @@ class Engine:
 
 
 def arguments(**changed):
-    given = {"batches": [1, 64], "input_tokens": 8, "output_tokens": 8, "prefill": 0, "layers": LAYERS, "rounds": 2}
+    given = {"batches": [1, 64], "input_tokens": 8, "output_tokens": 8, "prefill": 0, "prompts": []}
+    given |= {"layers": LAYERS, "rounds": 2}
     return argparse.Namespace(**{**given, "repeats": 3, "arms": ["BF16", "w4a16-grouped"], **changed})
 
 
@@ -140,16 +141,22 @@ def serving(tmp_path):
 
 
 def test_quick_cells_come_several_times_a_round_in_alternating_orders(tmp_path):
-    """A batch of one takes 0.2 s of a round of 10 s, and scatters most."""
+    """A batch of one takes 0.2 s of a round of 10 s, and scatters most; so do short prompts."""
     made = serving(tmp_path)
     for number in range(2):
-        serve.time_arms(made, number, arguments())
+        serve.time_arms(made, number, arguments(prompts=[16], prefill=32))
     samples = {(row["cell"], row["arm"]): row["samples"] for row in made.document["rows"]}
     assert {key: len(value) for key, value in samples.items()} == {
         ("batch 1", "BF16"): 6,
         ("batch 1", "w4a16-grouped"): 6,
         ("batch 64", "BF16"): 2,
         ("batch 64", "w4a16-grouped"): 2,
+        ("prompt of 16", "BF16"): 6,
+        ("prompt of 16", "w4a16-grouped"): 6,
+        ("4 prompts of 16", "BF16"): 6,
+        ("4 prompts of 16", "w4a16-grouped"): 6,
+        ("prefill 32", "BF16"): 2,
+        ("prefill 32", "w4a16-grouped"): 2,
     }
     firsts = [order[0] for order in made.document["orders"]]
     assert firsts == ["BF16", "w4a16-grouped", "BF16", "w4a16-grouped", "BF16", "w4a16-grouped"]
