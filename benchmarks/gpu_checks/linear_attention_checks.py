@@ -85,6 +85,9 @@ CASES = (
     Case("heads 16/32", (200,), heads=(16, 32)),
     Case("heads 16/64", (200,), heads=(16, 64)),
     Case("heads 4/16", (200,), heads=(4, 16)),
+    # Programs of 128 columns with few value heads a key: GDN's scores are made by the recurrence.
+    Case("filled, two heads a key", (70, 1, 0, 64) * 12, heads=(8, 16), normalise=False),
+    Case("filled, one head a key", (130, 64) * 20, heads=(8, 8), normalise=False, state=torch.bfloat16),
     Case("between steps of 16 bytes", (200, 77), apart=True),
     # flash-linear-attention's parametrisations, in 16 bits: lengths, heads, scale, divisor of the log-sigmoid gates.
     Case("FLA 2x500 d 60", (500, 500), (4, 4), (60, 60), packed=False, scale=1.0, gate_divisor=1.0),
@@ -109,7 +112,15 @@ SLOW = (
 WITH_FLA = (CASES[0], CASES[5], Case("longer", (4096,)), *REPEATS, ONE_TOKEN, *SLOW[:2])
 NO_WORSE = 1.05
 DRAWN = 2048  # longer sequences repeat so many tokens, from another one on each time
-QUICK = ("short prompts", "empty sequences", "batch, K first", "head size 64", "K 128, V 64")
+QUICK = (
+    "short prompts",
+    "empty sequences",
+    "batch, K first",
+    "head size 64",
+    "K 128, V 64",
+    "filled, two heads a key",
+    "filled, one head a key",
+)
 
 
 def operands(case: Case, op: str) -> dict[str, Any]:
@@ -276,28 +287,31 @@ def check_segments(op: str, reference: bool = True) -> Result:
 
 
 def check_parts(op: str, reference: bool = True) -> Result:
-    """A call that is prepared in parts of a few chunks has the bits of one that is not, and is right."""
+    """A call that is prepared in parts of a few chunks has the bits of one that is not, and is right; with 128 columns
+    GDN's scores are made by the recurrence.
+    """
     from vllm_ext.ops.linear_attention.problem import Call
     from vllm_ext.ops.linear_attention.triton import backend, plan
 
-    call = operands(Case("parts", (700, 0, 1, 300, 64), state_v_first=False), op)
+    call = operands(Case("parts", (700, 0, 1, 300, 64), normalise=False, state_v_first=False), op)
     given = Call(**{**call, "scale": 128**-0.5})
-    mapping = plan.Mapping("", 64, None)
-    whole = backend.run(given, op, mapping)
-    expected = FUNCTIONS[op](**wide(call), backend="cpu") if reference else whole
-    most = backend._MOST_BYTES
-    try:
-        backend._MOST_BYTES = 3 * 4 * backend.chunk_bytes(op, 128)
-        parts = backend.run(given, op, mapping)
-    finally:
-        backend._MOST_BYTES = most
-    errors, same = [], True
-    for x, y, z in zip(parts, whole, expected, strict=True):
-        assert x is not None
-        assert y is not None
-        assert z is not None
-        errors.append(error(x, z))
-        same = same and torch.equal(x, y)
+    expected = FUNCTIONS[op](**wide(call), backend="cpu") if reference else None
+    most, errors, same = backend._MOST_BYTES, [], True
+    for block in (64, 128):
+        mapping = plan.Mapping("", block, None)
+        whole = backend.run(given, op, mapping)
+        expected = expected or whole
+        try:
+            backend._MOST_BYTES = 3 * 4 * backend.chunk_bytes(op, 128)
+            parts = backend.run(given, op, mapping)
+        finally:
+            backend._MOST_BYTES = most
+        for x, y, z in zip(parts, whole, expected, strict=True):
+            assert x is not None
+            assert y is not None
+            assert z is not None
+            errors.append(error(x, z))
+            same = same and torch.equal(x, y)
     ok = same and max(errors) < TOLERANCE[torch.bfloat16]
     return {"case": "parts", "op": op, "errors": errors, "same_bits": same, "ok": ok}
 

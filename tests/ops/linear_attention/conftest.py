@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -29,3 +31,12 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.fixture(scope="session")
 def error():
     return relative_error
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Linear attention's kernels for compute capability 9.0, on torch."""
+    pytest.importorskip("triton.experimental.gluon")
+    from linear_attention_on_torch import interpreted
+
+    return interpreted(monkeypatch)

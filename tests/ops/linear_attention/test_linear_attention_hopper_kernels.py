@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -10,139 +9,12 @@ from typing import Any
 import gluon_on_torch
 import pytest
 import torch
+from linear_attention_on_torch import FUNCTIONS, HEADS, TOLERANCE, VALUE_HEADS, prepare, recur
 
 pytest.importorskip("triton.experimental.gluon")
 
-from vllm_ext.ops.linear_attention import chunk_gated_delta_rule, chunk_kda
 from vllm_ext.ops.linear_attention.sample import sample_operands, sample_state
 from vllm_ext.ops.linear_attention.triton.slots import slot_count
-
-PACKAGE = "vllm_ext.ops.linear_attention.triton"
-FUNCTIONS = {"gdn": chunk_gated_delta_rule, "kda": chunk_kda}
-MODULES = (
-    "hopper",
-    "inverse_hopper",
-    "prepare_gdn_hopper",
-    "prepare_kda_hopper",
-    "recurrence_hopper",
-)
-HEADS, VALUE_HEADS = 2, 4
-# BF16 operands are rounded to 2^-9 before each of about six products.
-TOLERANCE = 5e-3
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    try:
-        # The launches too, or they would import kernels that are being interpreted.
-        launches, *modules = [importlib.import_module(f"{PACKAGE}.{name}") for name in ("launch_hopper", *MODULES)]
-    except ImportError as missing:
-        pytest.skip(f"Gluon of another version: {missing}")
-    machine = gluon_on_torch.Machine()
-    gluon_on_torch.interpret(monkeypatch, machine, *modules)
-    return SimpleNamespace(machine=machine, launch_hopper=launches, **dict(zip(MODULES, modules, strict=True)))
-
-
-def tiles(x: torch.Tensor, rows: int = 64, columns: int = 64) -> gluon_on_torch.Tiles:
-    return gluon_on_torch.Tiles(x.view(-1, x.shape[-1]), (rows, columns))
-
-
-def prepare(
-    kernels: Any,
-    op: str,
-    x: dict[str, torch.Tensor],
-    bounds: torch.Tensor,
-    normalise: bool,
-    together: int = VALUE_HEADS // HEADS,
-    part: range | None = None,
-) -> dict[str, Any]:
-    """What the recurrence reads of every chunk; NaN where nothing was written."""
-    tokens, dim, count = x["q"].shape[1], x["q"].shape[-1], bounds.numel() - 1
-    slots = slot_count(tokens, count, True, 64) if part is None else len(part)
-    first = 0 if part is None else part.start
-
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.full((slots, VALUE_HEADS, *shape), float("nan"), dtype=dtype)
-
-    q, k, g, beta = (x[name].flatten(0, 1) for name in ("q", "k", "g", "beta"))
-    w = {"inverse": empty(64, 64, dtype=torch.float16), "scores": empty(64, 64)}
-    counts = (dim**-0.5, count, tokens, VALUE_HEADS, VALUE_HEADS // HEADS)
-    common = {"K": dim, "NORMALISE": normalise, "PACKED": True}
-    machine, programs = kernels.machine, slots * VALUE_HEADS
-    if op == "gdn":
-        w |= {"queries": q.flatten(1), "keys": k.flatten(1), "factors": empty(256, dtype=torch.float32)}
-        columns, each, layers = kernels.launch_hopper.columns_of_slots(slots, count)
-        machine.run(
-            kernels.prepare_gdn_hopper.prepare_gdn_hopper_kernel, (VALUE_HEADS // together, columns, layers),
-            tiles(w["queries"], 64, dim), tiles(w["keys"], 64, dim), g, beta, bounds, tiles(w["inverse"]),
-            tiles(w["scores"]), w["factors"], *counts[:4], slots, each, first, g.stride(0), beta.stride(0), g.stride(1),
-            beta.stride(1), **common, HEADS=together, HEADS_A_KEY=counts[4],
-        )  # fmt: skip
-        return w
-    w |= {"keys": empty(64, dim), "queries": empty(64, dim), "tails": empty(64, dim)}
-    w["factors"] = empty(dim, dtype=torch.float32)
-    steps = [x.stride(axis) for axis in (0, 1) for x in (q, k, g, beta)]
-    machine.warps = dim // 16
-    machine.run(
-        kernels.prepare_kda_hopper.prepare_kda_hopper_kernel, programs, q, k, g, beta, bounds, tiles(w["inverse"]),
-        tiles(w["scores"]), w["keys"], w["queries"], w["tails"], w["factors"], *counts, first, *steps, **common,
-    )  # fmt: skip
-    machine.warps = 4
-    machine.run(
-        kernels.inverse_hopper.invert_hopper_kernel, programs // together, tiles(w["inverse"]), tiles(w["inverse"]),
-        beta, bounds, count, tokens, VALUE_HEADS, first, beta.stride(0), beta.stride(1), PACKED=True, HEADS=together,
-    )  # fmt: skip
-    return w
-
-
-def recur(
-    kernels: Any,
-    op: str,
-    x: dict[str, torch.Tensor],
-    bounds: torch.Tensor,
-    w: dict[str, Any],
-    state: torch.Tensor | None,
-    groups: int,
-    segment_chunks: int | None,
-    part: range | None = None,
-    results: tuple[torch.Tensor, torch.Tensor] | None = None,
-    stages: int = 2,
-    state_v_first: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, dim, count = x["q"].shape[1], x["q"].shape[-1], bounds.numel() - 1
-    columns = x["v"].shape[-1]
-    length = segment_chunks or -(-tokens // 64)
-    slots = slot_count(tokens, count, True, 64 * length)
-    v = x["v"].flatten(0, 1).flatten(1)
-    o, final = results or (
-        torch.full_like(v, float("nan")),
-        torch.full((count, VALUE_HEADS, *((columns, dim) if state_v_first else (dim, columns))), float("nan")),
-    )  # fmt: skip
-    carries = torch.full((slots, VALUE_HEADS, columns + dim, dim), float("nan")) if segment_chunks else None
-    keys = [tiles(w[name], 64, dim) for name in ("keys", "queries", "tails" if op == "kda" else "keys")]
-    copied = state is not None and state_v_first and stages > 2 and segment_chunks is None and part is None
-    states = tiles(state, 64, dim) if copied and state is not None else None
-
-    def launch(transition: bool) -> None:
-        kernels.machine.run(
-            kernels.recurrence_hopper.recurrence_hopper_kernel,
-            (columns + dim if transition else columns) // (64 * groups) * VALUE_HEADS * slots,
-            keys[0], keys[1], tiles(v), keys[2], tiles(w["inverse"]), tiles(w["scores"]),
-            tiles(w["factors"], 1, w["factors"].shape[-1]), tiles(o), states, state, carries, final, o, bounds,
-            count, tokens, VALUE_HEADS, VALUE_HEADS // HEADS, length, *((part.start, part.stop) if part else (0, 0)),
-            K=dim, V=columns, GROUPS=groups, KDA=op == "kda", TRANSITION=transition, V_FIRST=state_v_first, PACKED=True,
-            STAGES=stages, PART=part is not None,
-        )  # fmt: skip
-
-    if carries is not None:
-        launch(True)
-        for n, begin in enumerate(bounds[:-1].tolist()):
-            chunks = -(-(int(bounds[n + 1]) - begin) // 64)
-            first = begin // (64 * length) + n
-            for place in range(first + 1, first - (-chunks // length) - 1):
-                carries[place, :, :columns] += carries[place - 1, :, :columns] @ carries[place, :, columns:]
-    launch(False)
-    return o, final
 
 
 @pytest.mark.parametrize("op", list(FUNCTIONS))
@@ -277,14 +149,14 @@ def test_outputs_that_leave_late_are_whole(
     monkeypatch: pytest.MonkeyPatch, error: Any, kernels: Any, op: str, groups: int
 ) -> None:
     """The groups of warps put a chunk's output where the one before it may not have left from."""
-    tma = kernels.recurrence_hopper.tma
+    tma = kernels.recurrence_feed_hopper.tma
 
     def late(*operands: Any) -> None:
         time.sleep(0.05)
         tma.async_copy_shared_to_global(*operands)
 
     copies = SimpleNamespace(**{**vars(tma), "async_copy_shared_to_global": late})
-    monkeypatch.setattr(kernels.recurrence_hopper, "tma", copies)
+    monkeypatch.setattr(kernels.recurrence_feed_hopper, "tma", copies)
     x = sample_operands(op, 1, 330, HEADS, VALUE_HEADS, 64, 64 * groups)
     bounds = torch.tensor([0, 330], dtype=torch.int32)
     w = prepare(kernels, op, x, bounds, False)
@@ -338,7 +210,9 @@ def test_the_recurrence_starts_after_what_is_before_the_preparation(
 
 def test_the_recurrence_waits_for_what_is_prepared(monkeypatch: pytest.MonkeyPatch, kernels: Any) -> None:
     waited: list[Any] = []
-    monkeypatch.setattr(kernels.recurrence_hopper, "await_launches", lambda: waited.append(kernels.machine.program[0]))
+    monkeypatch.setattr(
+        kernels.recurrence_feed_hopper, "await_launches", lambda: waited.append(kernels.machine.program[0])
+    )
     x, bounds = sample_operands("gdn", 1, 128, HEADS, VALUE_HEADS, 64, 64), torch.tensor([0, 128], dtype=torch.int32)
     recur(kernels, "gdn", x, bounds, prepare(kernels, "gdn", x, bounds, False), None, 1, None)
     assert sorted(waited) == list(range(VALUE_HEADS))

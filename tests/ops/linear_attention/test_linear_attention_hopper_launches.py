@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,3 +120,67 @@ def test_the_copy_engine_reads_what_it_can_in_place() -> None:
     descriptor = importlib.import_module(f"{PACKAGE}.hopper").descriptor
     view = torch.zeros(64, 256, dtype=torch.bfloat16)[:, 8:136]
     assert descriptor(view, [64, 128]).base.data_ptr() == view.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("heads", "value_heads", "dims", "block", "segment_chunks", "normalise", "later"),
+    [
+        (16, 32, (128, 128), 128, None, False, True),
+        (16, 16, (128, 256), 128, None, False, True),
+        (8, 32, (128, 128), 128, None, False, False),
+        (16, 32, (128, 128), 64, None, False, False),
+        (16, 32, (64, 128), 128, None, False, False),
+        (16, 32, (128, 128), 128, 96, False, False),
+        (16, 32, (128, 128), 128, None, True, False),
+    ],
+)
+def test_the_recurrence_makes_the_scores_where_that_is_faster(
+    heads: int,
+    value_heads: int,
+    dims: tuple[int, int],
+    block: int,
+    segment_chunks: int | None,
+    normalise: bool,
+    later: bool,
+) -> None:
+    """Programs of keys of 64 have 64 columns whatever the planner says."""
+    launch = importlib.import_module(f"{PACKAGE}.launch_hopper")
+    sizes = importlib.import_module(f"{PACKAGE}.chunks").Sizes(4, 8192, True, heads, value_heads, *dims)
+    mapping = importlib.import_module(f"{PACKAGE}.plan").Mapping("head", block, segment_chunks)
+    assert launch.scores_later(mapping, sizes, normalise) == later
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_what_is_prepared_is_what_the_mapping_reads(monkeypatch: pytest.MonkeyPatch, later: bool) -> None:
+    """Without a mapping there are scores, and so there are of KDA and of FP16, which other kernels prepare."""
+    backend = importlib.import_module(f"{PACKAGE}.backend")
+    call = importlib.import_module("vllm_ext.ops.linear_attention.problem").Call
+    mapping = importlib.import_module(f"{PACKAGE}.plan").Mapping("head", 128, None)
+    results: list[Any] = []
+    launches = SimpleNamespace(
+        scores_later=lambda *_: later,
+        prepare_gdn=lambda *x: results.append(x[6]),
+        prepare_kda=lambda *x: results.append(x[6]),
+    )
+    monkeypatch.setattr(backend, "hopper_launches", lambda *_: launches)
+    monkeypatch.setattr(backend, "prepare_gdn_kernel", {(9 * VALUE_HEADS,): lambda *_, **__: None})
+    sizes = importlib.import_module(f"{PACKAGE}.chunks").Sizes(4, 330, True, HEADS, VALUE_HEADS, 128, 128)
+    bounds = torch.tensor([0, 70, 70, 200, 330], dtype=torch.int32)
+    found = []
+    for op, dtype, chosen in (
+        ("gdn", "bf16", mapping),
+        ("gdn", "bf16", None),
+        ("gdn", "fp16", mapping),
+        ("kda", "bf16", mapping),
+    ):
+        x = sample_operands(op, 1, 330, HEADS, VALUE_HEADS, 128, 128)
+        if dtype == "fp16":
+            x = {name: value.half() for name, value in x.items()}
+        given = call(
+            **x, scale=1.0, initial_state=None, output_final_state=False, cu_seqlens=bounds,
+            use_qk_l2norm_in_kernel=False, state_v_first=True,
+        )  # fmt: skip
+        chunks = backend.prepare(given, op, sizes, bounds, None, chosen)
+        found.append(chunks.scores is None)
+    assert found == [later, False, False, False]
+    assert [written[1] is None for written in results] == [later, False, False]

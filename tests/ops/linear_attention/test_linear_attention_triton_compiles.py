@@ -110,8 +110,10 @@ def compile_for_hopper(kernel: Any, types: dict[str, str], taken: dict[str, Any]
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **options})
 
 
-def compile_recurrence(groups: int, transition: bool, kda: bool = False, states: bool = True) -> Any:
-    """states: the copy engine brings initial ones, as it does for no transition."""
+def compile_recurrence(
+    groups: int, transition: bool, kda: bool = False, states: bool = True, scored: bool = False
+) -> Any:
+    """states: the copy engine brings initial ones, as it does for no transition; scored: it makes the scores itself."""
     from vllm_ext.ops.linear_attention.triton.launch_hopper import TRANSITION_REGISTERS, stages
     from vllm_ext.ops.linear_attention.triton.recurrence_hopper import recurrence_hopper_kernel
 
@@ -129,60 +131,68 @@ def compile_recurrence(groups: int, transition: bool, kda: bool = False, states:
         types["states"] = descriptor("fp32", 64, 128)
     else:
         taken["states"] = None
+    if scored:
+        taken["scores"] = None
+        del types["scores"]
     options = {"maxnreg": TRANSITION_REGISTERS} if transition and groups == 1 else {}
     return compile_for_hopper(recurrence_hopper_kernel, types, taken, 4, **options)
 
 
 @GLUON
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("transition", [False, True])
-def test_products_of_the_hopper_recurrence_stay_in_flight(transition: bool, groups: int) -> None:
+@pytest.mark.parametrize(
+    ("groups", "transition", "scored"),
+    [(1, False, False), (1, True, False), (2, False, False), (2, True, False), (2, False, True)],
+)
+def test_products_of_the_hopper_recurrence_stay_in_flight(transition: bool, groups: int, scored: bool) -> None:
     """The assembler once waited for each of the kernel's 44 products before the next, with a note nobody reads: an
     accumulator was touched while another product was in flight. A wait in every few products is what the code asks for;
     one more is the assembler's, and stood between a chunk's first product and what is to be done meanwhile.
     """
-    compiled = compile_recurrence(groups, transition)
+    compiled = compile_recurrence(groups, transition, scored=scored)
     products = len(re.findall("wgmma.mma_async", compiled.asm["ptx"]))
-    assert products == groups * (16 if transition else 28)
+    assert products == groups * (16 if transition else 28) + 8 * scored
     sass = compiled.asm["sass"]
     assert len(re.findall("HGMMA", sass)) == products
-    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) <= (3 if transition else 5) * groups
-    assert len(re.findall(r"\b(?:LDL|STL)\b", sass)) <= 8
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) <= (3 if transition else 5) * groups + scored
+    assert len(re.findall(r"\b(?:LDL|STL)\b", sass)) <= (12 if scored else 8)
     assert before_the_correction(compiled.asm["ptx"]) == groups * [0]
-    # One fence a chunk waited for a group's products; what is left is of a sequence's end, of barriers, of who fetches.
-    assert len(re.findall("fence.proxy.async", compiled.asm["ptx"])) == groups + (1 if transition else 2)
+    # One fence a chunk waited for a group's products; what is left is of a sequence's end, of barriers, of who fetches
+    # and who makes scores.
+    assert len(re.findall("fence.proxy.async", compiled.asm["ptx"])) == groups + (1 if transition else 2) + scored
 
 
 @GLUON
 @pytest.mark.parametrize(
-    ("groups", "transition", "kda", "states"),
+    ("groups", "transition", "kda", "states", "scored"),
     [
-        (1, False, False, True),
-        (1, False, False, False),
-        (1, True, False, False),
-        (2, False, False, True),
-        (2, False, False, False),
-        (2, True, False, False),
-        (1, False, True, True),
-        (1, True, True, False),
-        (2, False, True, False),
+        (1, False, False, True, False),
+        (1, False, False, False, False),
+        (1, True, False, False, False),
+        (2, False, False, True, False),
+        (2, False, False, False, False),
+        (2, False, False, True, True),
+        (2, False, False, False, True),
+        (2, True, False, False, False),
+        (1, False, True, True, False),
+        (1, True, True, False, False),
+        (2, False, True, False, False),
     ],
 )
 def test_barriers_of_the_hopper_recurrence_lie_in_no_tile(
-    groups: int, transition: bool, kda: bool, states: bool
+    groups: int, transition: bool, kda: bool, states: bool, scored: bool
 ) -> None:
     """The compiler takes a barrier's memory for free where no group of warps asks for it: two once lay, initialised, in
     the first keys.
     """
     from vllm_ext.ops.linear_attention.triton.launch_hopper import stages
 
-    ptx = compile_recurrence(groups, transition, kda, states).asm["ptx"]
+    ptx = compile_recurrence(groups, transition, kda, states, scored).asm["ptx"]
     offsets = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
     places = re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)
     at = [int(offsets.get(register, 0)) for register in places]
     squares = (1 if transition else 2) * 8192 + groups * 8192
     stage = (1 if transition else 2) * 16384 + (16384 + 512 if kda else 1024) + squares
-    assert len(at) >= 2 * stages(128, groups, kda)
+    assert len(at) >= (3 if scored else 2) * stages(128, groups, kda)
     assert len(set(at)) == len(at)
     assert min(at) >= stages(128, groups, kda) * stage
 
@@ -200,7 +210,10 @@ def before_the_correction(ptx: str) -> list[int]:
 
 
 @GLUON
-@pytest.mark.parametrize(("name", "heads"), [("gdn", 1), ("gdn", 2), ("kda", 1), ("inverse", 1), ("inverse", 2)])
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [("gdn", 1), ("gdn", 2), ("without scores", 1), ("without scores", 2), ("kda", 1), ("inverse", 1), ("inverse", 2)],
+)
 def test_what_prepares_chunks_on_hopper_keeps_to_its_registers(name: str, heads: int) -> None:
     """KDA's preparation once spilled 2.4 KiB a thread and took eight times the recurrence's time for it."""
     from vllm_ext.ops.linear_attention.triton.inverse_hopper import invert_hopper_kernel
@@ -215,10 +228,14 @@ def test_what_prepares_chunks_on_hopper_keeps_to_its_registers(name: str, heads:
     tiles = {"q": keys, "k": keys, "inverse": half, "scores": square, "coupling": half}
     kernel, types, warps = {
         "gdn": (prepare_gdn_hopper_kernel, {**tiles, **common}, 4),
+        "without scores": (prepare_gdn_hopper_kernel, {**tiles, **common}, 4),
         "kda": (prepare_kda_hopper_kernel, {**pointers, **common}, 8),
         "inverse": (invert_hopper_kernel, {**tiles, **common}, 4),
     }[name]
     taken = {"K": 128, "NORMALISE": False, "PACKED": True, "HEADS": heads, "HEADS_A_KEY": 4}
+    if name == "without scores":
+        taken["scores"], name = None, "gdn"
+        del types["scores"]
     taken = {key: value for key, value in taken.items() if key in kernel.arg_names}
     compiled = compile_for_hopper(kernel, types, taken, warps, maxnreg=REGISTERS[name, heads])
     sass = compiled.asm["sass"]

@@ -91,7 +91,7 @@ def run(call: Call, op: str, mapping: Mapping | None = None) -> tuple[torch.Tens
     if parts != [None] and states is None:
         states = torch.empty(num_sequences, sizes.value_heads, *order, dtype=torch.float32, device=device)
     for part in parts:
-        chunks = prepare(call, op, sizes, cu_seqlens, part)
+        chunks = prepare(call, op, sizes, cu_seqlens, part, mapping)
         recur(call, op, sizes, mapping, cu_seqlens, chunks, o, states, part)
         del chunks  # or the next part's would take room of its own
     return o, final
@@ -140,8 +140,17 @@ def _tokens(x: torch.Tensor) -> torch.Tensor:
     return flat if near and (flat.dim() == 2 or flat.stride(-1) == 1) else flat.contiguous()
 
 
-def prepare(call: Call, op: str, sizes: Sizes, cu_seqlens: torch.Tensor | None, part: range | None = None) -> Chunks:
-    """Everything about the chunks, or about those of the slots in `part`, that does not read the state."""
+def prepare(
+    call: Call,
+    op: str,
+    sizes: Sizes,
+    cu_seqlens: torch.Tensor | None,
+    part: range | None = None,
+    mapping: Mapping | None = None,
+) -> Chunks:
+    """Everything about the chunks, or about those of the slots in `part`, that does not read the state, as the
+    recurrence of this mapping reads it.
+    """
     q, k, g, beta = (_tokens(x) for x in (call.q, call.k, call.g, call.beta))
     slots = slot_count(sizes.num_tokens, sizes.num_sequences, sizes.packed, CHUNK) if part is None else len(part)
     first = 0 if part is None else part.start
@@ -151,12 +160,16 @@ def prepare(call: Call, op: str, sizes: Sizes, cu_seqlens: torch.Tensor | None, 
         return torch.empty(slots, heads, *shape, dtype=dtype, device=q.device)
 
     # BF16 would lose the sum of an inverse's row, which cancels where keys repeat.
-    inverse, scores = empty(CHUNK, CHUNK, dtype=torch.float16), empty(CHUNK, CHUNK)
+    inverse = empty(CHUNK, CHUNK, dtype=torch.float16)
     counts = (call.scale, sizes.num_sequences, sizes.num_tokens, heads, heads // sizes.heads)
     steps = (*(x.stride(0) for x in (q, k, g, beta)), *(x.stride(1) for x in (q, k, g, beta)))
     common = {"K": dim, "NORMALISE": call.use_qk_l2norm_in_kernel, "PACKED": sizes.packed}
     hopper = hopper_launches(q.device, sizes) if q.dtype == torch.bfloat16 else None
     grid = (slots * heads,)
+    scores: torch.Tensor | None = None
+    norms = call.use_qk_l2norm_in_kernel
+    if op != "gdn" or hopper is None or mapping is None or not hopper.scores_later(mapping, sizes, norms):
+        scores = empty(CHUNK, CHUNK)
     if op == "gdn":
         factors = empty(_FACTOR_ROWS, CHUNK, dtype=torch.float32)
         if hopper is not None:
@@ -171,6 +184,7 @@ def prepare(call: Call, op: str, sizes: Sizes, cu_seqlens: torch.Tensor | None, 
         return Chunks(q, k, None, inverse, scores, factors)
     keys, queries, tails = empty(CHUNK, dim), empty(CHUNK, dim), empty(CHUNK, dim)
     factors = empty(dim, dtype=torch.float32)
+    assert scores is not None
     results = (inverse, scores, keys, queries, tails, factors)
     if hopper is not None:
         hopper.prepare_kda(grid, q, k, g, beta, cu_seqlens, results, counts, steps, common, first)

@@ -22,11 +22,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Chunks:
-    """What the recurrence reads of every chunk, as `recurrence_kernel` describes; tails is None for GDN."""
+    """What the recurrence reads of every chunk, as `recurrence_kernel` describes; tails is None for GDN, and so are
+    scores that the recurrence makes itself.
+    """
 
     queries: torch.Tensor
     keys: torch.Tensor
     tails: torch.Tensor | None
     inverse: torch.Tensor
-    scores: torch.Tensor
+    scores: torch.Tensor | None
     factors: torch.Tensor

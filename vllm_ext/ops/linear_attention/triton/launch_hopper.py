@@ -11,7 +11,7 @@ from vllm_ext.ops.linear_attention.problem import Call
 from vllm_ext.ops.linear_attention.triton.chunks import Chunks, Sizes
 from vllm_ext.ops.linear_attention.triton.hopper import descriptor
 from vllm_ext.ops.linear_attention.triton.inverse_hopper import invert_hopper_kernel
-from vllm_ext.ops.linear_attention.triton.plan import CHUNK
+from vllm_ext.ops.linear_attention.triton.plan import CHUNK, Mapping
 from vllm_ext.ops.linear_attention.triton.prepare_gdn_hopper import prepare_gdn_hopper_kernel
 from vllm_ext.ops.linear_attention.triton.prepare_kda_hopper import prepare_kda_hopper_kernel
 from vllm_ext.ops.linear_attention.triton.recurrence_hopper import recurrence_hopper_kernel
@@ -48,6 +48,15 @@ def stages(key_dim: int, groups: int, kda: bool) -> int:
     return min(_MOST_STAGES, (_SHARED_BYTES - 8192 * groups - 512) // stage)
 
 
+def scores_later(mapping: Mapping, sizes: Sizes, normalise: bool) -> bool:
+    """Whether GDN's recurrence makes the scores itself. Its tensor cores have more to do then and the preparation less,
+    of which there is much where few value heads share keys. Programs of 64 columns have nothing but their products to
+    wait for, and norms of queries that the preparation does not read would take the recurrence as long.
+    """
+    widest = min(mapping.block_columns, sizes.key_dim, sizes.value_dim) == WIDEST_BLOCK
+    return widest and mapping.segment_chunks is None and sizes.value_heads <= 2 * sizes.heads and not normalise
+
+
 def _together(heads: int, chunks: int) -> int:
     """Heads, of so many that can be together, in a program that prepares: two where chunks of heads fill the GPU."""
     return 2 if heads % 2 == 0 and chunks >= _LEAST_PAIRS else 1
@@ -74,14 +83,14 @@ def prepare_gdn(
     g: torch.Tensor,
     beta: torch.Tensor,
     cu_seqlens: torch.Tensor | None,
-    results: tuple[torch.Tensor, ...],
+    results: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
     counts: tuple[Any, ...],
     steps: tuple[int, ...],
     constants: dict[str, Any],
     first_slot: int,
 ) -> None:
-    """Launch with `prepare_gdn_kernel`'s operands, in BF16, into its results, from first_slot on; counts, strides
-    (steps) and constants as it takes them.
+    """Launch with `prepare_gdn_kernel`'s operands, in BF16, into its results (of which scores are None if they are made
+    later), from first_slot on; counts, strides (steps) and constants as it takes them.
     """
     inverse, scores, factors = results
     keys = [CHUNK, constants["K"]]
@@ -91,9 +100,9 @@ def prepare_gdn(
     columns, each, layers = columns_of_slots(slots, sequences)
     prepare_gdn_hopper_kernel[(value_heads // heads, columns, layers)](
         descriptor(q.flatten(1), keys), descriptor(k.flatten(1), keys), g, beta, cu_seqlens, _square(inverse),
-        _square(scores), factors, scale, sequences, tokens, value_heads, slots, each, first_slot, *steps[2:4],
-        *steps[6:], **constants, HEADS=heads, HEADS_A_KEY=heads_a_key, num_warps=4, maxnreg=REGISTERS["gdn", heads],
-        launch_pdl=grid[0] <= _MOST_DEPENDENT,
+        None if scores is None else _square(scores), factors, scale, sequences, tokens, value_heads, slots, each,
+        first_slot, *steps[2:4], *steps[6:], **constants, HEADS=heads, HEADS_A_KEY=heads_a_key, num_warps=4,
+        maxnreg=REGISTERS["gdn", heads], launch_pdl=grid[0] <= _MOST_DEPENDENT,
     )  # fmt: skip
 
 
@@ -164,7 +173,8 @@ def recur(
         k, q = (descriptor(x.flatten(1), keys) for x in (chunks.keys, chunks.queries))
         tails = k
         factors = descriptor(chunks.factors.flatten(2).flatten(0, 1), [1, 256], swizzle=False)
-    inverse, scores = _square(chunks.inverse), _square(chunks.scores)
+    inverse = _square(chunks.inverse)
+    scores = None if chunks.scores is None else _square(chunks.scores)
     values, out = (descriptor(x.flatten(-2), [CHUNK, CHUNK]) for x in (v, o.flatten(0, 1)))
     groups = block // CHUNK
     count = stages(sizes.key_dim, groups, kda)
@@ -178,7 +188,8 @@ def recur(
     recurrence_hopper_kernel[(columns // block * sizes.value_heads * slots,)](
         k, q, values, tails, inverse, scores, factors, out, states, initial, carries, final, o, cu_seqlens,
         sizes.num_sequences, sizes.num_tokens, sizes.value_heads, sizes.value_heads // sizes.heads, segment_chunks,
-        *ends, K=sizes.key_dim, V=sizes.value_dim, GROUPS=groups, KDA=kda, TRANSITION=transition,
+        *ends, call.scale, K=sizes.key_dim, V=sizes.value_dim, GROUPS=groups, KDA=kda, TRANSITION=transition,
         V_FIRST=call.state_v_first, PACKED=sizes.packed, STAGES=count,
-        PART=part is not None, num_warps=4, launch_pdl=early and not transition, **options,
+        PART=part is not None, num_warps=4,
+        launch_pdl=early and not transition, **options,
     )  # fmt: skip

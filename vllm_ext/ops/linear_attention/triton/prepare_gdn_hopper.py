@@ -67,8 +67,10 @@ def _read_gates(g, beta, token, count, g_token, beta_token, g_head, beta_head, h
 
 
 @gluon.jit
-def factor_rows(totals, norms, scale, NORMALISE: gl.constexpr):
-    """The four rows of factors of a chunk, [4, 64]; norms: 64 of its keys, 64 of its queries with the scale."""
+def factor_rows(totals, norms, scale, NORMALISE: gl.constexpr, SCORED: gl.constexpr):
+    """The four rows of factors of a chunk, [4, 64]; norms: 64 of its keys, 64 of its queries with the scale. SCORED:
+    for a recurrence that makes the scores, with the sums of gates in place of the last row.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
     of_token: gl.constexpr = gl.SliceLayout(0, layout)
     which = gl.arange(0, 4, gl.SliceLayout(1, layout))[:, None]
@@ -80,7 +82,8 @@ def factor_rows(totals, norms, scale, NORMALISE: gl.constexpr):
         factor = gl.where(which == 1, query, gl.where(which == 3, 1.0, key))
     else:
         factor = gl.where(which == 1, scale, 1.0)
-    return exp2(exponent) * factor
+    result = exp2(exponent) * factor
+    return gl.where(which == 3, total, result) if SCORED else result
 
 
 @gluon.jit(do_not_specialize=_UNSPECIALIZED)
@@ -110,9 +113,10 @@ def prepare_gdn_hopper_kernel(
     HEADS: gl.constexpr,
     HEADS_A_KEY: gl.constexpr,
 ):
-    """Tiles by descriptors: q and k [tokens, heads K], inverse and scores [slots value_heads 64, 64]. Grid: groups of
-    HEADS value heads, which share a key head, by columns of `each` of the slots of 64 tokens from first_slot on, by
-    `each` and one more for what is left of the slots; on four warps.
+    """Tiles by descriptors: q and k [tokens, heads K], inverse and scores [slots value_heads 64, 64]. Without scores,
+    which the recurrence then makes, not to NORMALISE, no queries are read (`factor_rows`). Grid: groups of HEADS value
+    heads, which share a key head, by columns of `each` of the slots of 64 tokens from first_slot on, by `each` and one
+    more for what is left of the slots; on four warps.
     """
     # Before the place is looked up, which takes a trip to memory: the tiles are asked for right after it.
     arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -133,6 +137,7 @@ def prepare_gdn_hopper_kernel(
     if (count <= 0) | (place >= slots):
         return
     dtype: gl.constexpr = k.dtype
+    SCORED: gl.constexpr = scores is None
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
     by_column: gl.constexpr = gl.SliceLayout(0, layout)
@@ -142,7 +147,7 @@ def prepare_gdn_hopper_kernel(
     # Keys and queries make room for the matrices and the scores as soon as they are multiplied, the diagonal blocks for
     # the first tiles and the scores for the second: four programs find room on a multiprocessor.
     tiles = gl.allocate_shared_memory(gl.float16, [128, 64], inverse.layout)
-    weight_tiles = gl.allocate_shared_memory(dtype, [128, 64], scores.layout)
+    weight_tiles = gl.allocate_shared_memory(dtype, [128, 64], gl.NVMMASharedLayout.get_default_for([128, 64], dtype))
     first_tiles = room(HEADS)
     k_tile = tiles._reinterpret(dtype, [64, K], k.layout)
     q_tile = weight_tiles._reinterpret(dtype, [64, K], q.layout)
@@ -152,10 +157,11 @@ def prepare_gdn_hopper_kernel(
     solved = room_for_diagonal(HEADS)
     vectors = gl.allocate_shared_memory(gl.float32, [128 * HEADS], vector)
     norms = gl.allocate_shared_memory(gl.float32, [128], vector)
-    mbarrier.expect(arrived, 256 * K)
+    mbarrier.expect(arrived, 128 * K if SCORED else 256 * K)
     key_column = head // HEADS_A_KEY * K
     tma.async_copy_global_to_shared(k, [token, key_column], arrived, k_tile)
-    tma.async_copy_global_to_shared(q, [token, key_column], arrived, q_tile)
+    if not SCORED:
+        tma.async_copy_global_to_shared(q, [token, key_column], arrived, q_tile)
     # Else the assembler asks for the second tile behind what is made of the gates, which have to come first.
     gl.thread_barrier()
     vectors.store(_read_gates(g, beta, token, count, g_token, beta_token, g_head, beta_head, head, HEADS))
@@ -172,7 +178,8 @@ def prepare_gdn_hopper_kernel(
     mbarrier.wait(arrived, 0)
     if count < 64:
         zero_past(k_tile, count, 64, K)
-        zero_past(q_tile, count, 64, K)
+        if not SCORED:
+            zero_past(q_tile, count, 64, K)
         fence_async_shared()
         gl.thread_barrier()
     zero = gl.zeros([64, 64], gl.float32, layout)
@@ -182,11 +189,14 @@ def prepare_gdn_hopper_kernel(
         norms.slice(64, 64).store(norm_factor(lengths, row == column) * scale)
     across = k_tile.permute((1, 0))
     coupling = warpgroup_mma(k_tile, across, zero, use_acc=False, is_async=True)
-    asked = warpgroup_mma(q_tile, across, zero, use_acc=False, is_async=True)
-    coupling, asked = warpgroup_mma_wait(0, [coupling, asked])
+    if SCORED:
+        coupling = warpgroup_mma_wait(0, [coupling])
+    else:
+        asked = warpgroup_mma(q_tile, across, zero, use_acc=False, is_async=True)
+        coupling, asked = warpgroup_mma_wait(0, [coupling, asked])
     if NORMALISE:
         norms.slice(0, 64).store(norm_factor(coupling, row == column))
-    else:
+    elif not SCORED:
         asked = asked * (scale + nothing)
     gl.thread_barrier()
     for h in gl.static_range(HEADS):
@@ -198,20 +208,24 @@ def prepare_gdn_hopper_kernel(
             between = between * norms.slice(0, 64).load(by_column)[None, :]
             row_size = row_size * norms.slice(0, 64).load(by_row)
             weights = asked * between * norms.slice(64, 64).load(by_row)[:, None]
-        else:
+        elif not SCORED:
             weights = asked * between
-        weight_tiles.slice(64 * h, 64).store(weights.to(dtype))
+        if not SCORED:
+            weight_tiles.slice(64 * h, 64).store(weights.to(dtype))
         matrix = to_half(coupling * between * row_size[:, None])
         tiles[h].store(matrix)
         keep_diagonal(matrix, blocks.slice(4 * h, 4))
         at_factors = factors + (out + h).to(gl.int64) * 256 + number
-        gl.store(at_factors, factor_rows(totals, norms, scale, NORMALISE))
-    fence_async_shared()
+        gl.store(at_factors, factor_rows(totals, norms, scale, NORMALISE, SCORED))
+    if not SCORED:
+        fence_async_shared()
     gl.thread_barrier()
-    for h in gl.static_range(HEADS):
-        tma.async_copy_shared_to_global(scores, [(out + h) * 64, 0], weight_tiles.slice(64 * h, 64))
+    if not SCORED:
+        for h in gl.static_range(HEADS):
+            tma.async_copy_shared_to_global(scores, [(out + h) * 64, 0], weight_tiles.slice(64 * h, 64))
     solve_diagonal(blocks, solved)
-    tma.store_wait(0)
+    if not SCORED:
+        tma.store_wait(0)
     fence_async_shared()
     gl.thread_barrier()
     assemble(solved, tiles, first_tiles, second_tiles, vectors.slice(64 * HEADS, 64 * HEADS), layout)

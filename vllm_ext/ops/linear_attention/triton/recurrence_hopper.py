@@ -14,13 +14,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from vllm_ext.ops.linear_attention.triton.hopper import (
     await_launches,
+    exp2,
     let_dependents_launch,
     narrowed,
     sequence_of_slot,
@@ -28,6 +28,7 @@ from vllm_ext.ops.linear_attention.triton.hopper import (
     to_half,
     zero_past,
 )
+from vllm_ext.ops.linear_attention.triton.recurrence_feed_hopper import produce, room_for_state, score
 
 # One compiled kernel serves every count.
 _UNSPECIALIZED = [
@@ -42,92 +43,11 @@ _UNSPECIALIZED = [
 
 
 @gluon.jit
-def _room_for_state(tiles, states, group: gl.constexpr, K: gl.constexpr):
-    """A tile [64, K] of FP32 over the second and third stages of keys, or for the second group of queries."""
-    stages = tiles[group]
-    return stages.index(1)._reinterpret(gl.float32, [64, K], states.layout)
-
-
-@gluon.jit
-def _produce(tiles, descriptors, barriers, place, p: gl.constexpr):
-    """Ask the copy engine for the tiles of every chunk, STAGES ahead of who reads them, and to take outputs away.
-
-    A group of warps that let its outputs go itself would have to wait for its products before it.
-    """
-    k_tiles, q_tiles, v_tiles, solve_tiles, weight_tiles, tail_tiles, factor_tiles, o_tiles = tiles
-    k, q, v, tails, inverse, scores, factors, o, states = descriptors
-    ready, free = barriers
-    start, stop, begin, _, chunk_slot, head, value_heads, key_column, first_column, with_values, segment, row = place
-    K: gl.constexpr = p[0]
-    V: gl.constexpr = p[1]
-    GROUPS: gl.constexpr = p[2]
-    KDA: gl.constexpr = p[3]
-    TRANSITION: gl.constexpr = p[4]
-    STAGES: gl.constexpr = p[6]
-    SEGMENTED: gl.constexpr = p[8]
-    PAIRS: gl.constexpr = 1 if TRANSITION else 2  # of [64, K] tiles and of [64, 64] ones
-    BYTES: gl.constexpr = PAIRS * (128 * K + 8192) + (132 * K if KDA else 1024)
-    VALUE_BYTES: gl.constexpr = 8192 * GROUPS
-    if states is not None:
-        # An initial state is older than the launches before this one, and comes where later chunks will.
-        arrived = ready.index(STAGES)
-        mbarrier.expect(arrived, GROUPS * 256 * K)
-        for group in gl.static_range(GROUPS):
-            room = _room_for_state(tiles, states, group, K)
-            tma.async_copy_global_to_shared(states, [row + 64 * group, 0], arrived, room)
-    # Chunks are older than the transitions, which a first segment need not await.
-    if not SEGMENTED or segment > 0:
-        await_launches()
-    count = stop - start
-    for step in range(count if TRANSITION else count + STAGES - 1):
-        stage = step % STAGES
-        # Stages but the first are free once the state is there: it comes before chunks that it has to meet first.
-        freed = step // STAGES if stage > 0 else step // STAGES + 1
-        if (step < count) | (step >= STAGES):
-            mbarrier.wait(free.index(stage), freed & 1)
-        if not TRANSITION and step >= STAGES:
-            # Who frees a stage has put its chunk's output where it leaves from.
-            fence_async_shared()
-            for group in gl.static_range(GROUPS):
-                at = head * V + first_column + 64 * group
-                row_o = begin + (start + step - STAGES) * 64
-                tma.async_copy_shared_to_global(o, [row_o, at], o_tiles.index(group))
-        if step < count:
-            barrier = ready.index(stage)
-            if with_values:
-                mbarrier.expect(barrier, BYTES + VALUE_BYTES)
-            else:
-                mbarrier.expect(barrier, BYTES)
-            token = begin + (start + step) * 64
-            out = (chunk_slot + start + step) * value_heads + head
-            if KDA:
-                tma.async_copy_global_to_shared(k, [out * 64, 0], barrier, k_tiles.index(stage))
-                if not TRANSITION:
-                    tma.async_copy_global_to_shared(q, [out * 64, 0], barrier, q_tiles.index(stage))
-                tma.async_copy_global_to_shared(tails, [out * 64, 0], barrier, tail_tiles.index(stage))
-            else:
-                tma.async_copy_global_to_shared(k, [token, key_column], barrier, k_tiles.index(stage))
-                if not TRANSITION:
-                    tma.async_copy_global_to_shared(q, [token, key_column], barrier, q_tiles.index(stage))
-            if with_values:
-                for group in gl.static_range(GROUPS):
-                    at = head * V + first_column + 64 * group
-                    tma.async_copy_global_to_shared(v, [token, at], barrier, v_tiles.index(stage * GROUPS + group))
-            tma.async_copy_global_to_shared(inverse, [out * 64, 0], barrier, solve_tiles.index(stage))
-            if not TRANSITION:
-                tma.async_copy_global_to_shared(scores, [out * 64, 0], barrier, weight_tiles.index(stage))
-            tma.async_copy_global_to_shared(factors, [out, 0], barrier, factor_tiles.index(stage))
-        if not TRANSITION and step >= STAGES:
-            tma.store_wait(0)
-            mbarrier.expect(ready.index(STAGES + 1), 0)
-
-
-@gluon.jit
 def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr, p: gl.constexpr):
     """Carry 64 columns of a head's state through its chunks, on four warps."""
     k_tiles, q_tiles, v_tiles, solve_tiles, weight_tiles, tail_tiles, factor_tiles, o_tiles = tiles
     states = descriptors[8]
-    ready, free = barriers
+    ready, free, scored = barriers
     initial_state, carries, final_state, o_pointer, own, carry = pointers
     start, stop, begin, length, _, head, value_heads, _, first_column, with_values, segment, _ = place
     K: gl.constexpr = p[0]
@@ -138,6 +58,7 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
     V_FIRST: gl.constexpr = p[5]
     STAGES: gl.constexpr = p[6]
     PART: gl.constexpr = p[7]
+    SCORED: gl.constexpr = p[9]
     FACTORS: gl.constexpr = K if KDA else 256
     dtype: gl.constexpr = k_tiles.dtype
     rows_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -157,7 +78,7 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
     state = gl.zeros([64, K], gl.float32, state_layout)
     if states is not None:
         mbarrier.wait(ready.index(STAGES), 0)
-        state = _room_for_state(tiles, states, group, K).load(state_layout)
+        state = room_for_state(tiles, states, group, K).load(state_layout)
         gl.thread_barrier()
     elif carries is None:
         # An initial state is older than the launches before this one.
@@ -211,7 +132,13 @@ def _consume(tiles, descriptors, barriers, pointers, place, group: gl.constexpr,
             decay = vector.load(per_key)[None, :]
         else:
             of_k = vector.slice(0, 64).load(per_row)[None, :]
-            decay = vector.slice(192, 64).load(per_column)[:, None]
+            if SCORED:
+                decay = exp2(vector.slice(255, 1).load(per_column))[:, None]
+            else:
+                decay = vector.slice(192, 64).load(per_column)[:, None]
+        if SCORED:
+            # Here: later the assembler has no registers for it, and lets no product stay in flight.
+            mbarrier.wait(scored.index(stage), (step // STAGES) & 1)
         rest = zero_rows
         if with_values:
             rest = values.permute((1, 0)).load(rows_layout).to(gl.float32)
@@ -297,6 +224,7 @@ def recurrence_hopper_kernel(
     segment_chunks,
     first_slot,
     end_slot,
+    scale,
     K: gl.constexpr,
     V: gl.constexpr,
     GROUPS: gl.constexpr,
@@ -310,7 +238,8 @@ def recurrence_hopper_kernel(
     """Arguments as `recurrence_kernel`, for blocks of 64 GROUPS columns, tiles by descriptors: k, q [tokens, heads K]
     (KDA: k, q, tails [slots heads 64, K]), v and o [tokens, heads V], inverse and scores [slots heads 64, 64], factors
     [slots heads, 256] (KDA: [.., K]); states, if the copy engine is to bring the initial ones, [sequences heads V, K]
-    in FP32, for which it takes three STAGES. A PART of a call has the chunks of slots first_slot to end_slot, and the
+    in FP32, for which it takes three STAGES. Without scores (of GDN, 128 columns) they are made here, and the fourth
+    row of factors has the sums of gates. A PART of a call has the chunks of slots first_slot to end_slot, and the
     states of sequences that began before stand in final_state.
     """
     if TRANSITION:
@@ -319,6 +248,7 @@ def recurrence_hopper_kernel(
     let_dependents_launch()
     dtype: gl.constexpr = v.dtype
     FACTORS: gl.constexpr = K if KDA else 256
+    SCORED: gl.constexpr = scores is None
     # The last ones are no stage's: that initial states have arrived, that outputs have left, and that keys past a
     # sequence's end, which one group zeroes for all, are zeroed. A barrier in memory of its own that no group asked for
     # would lie within a tile.
@@ -333,6 +263,11 @@ def recurrence_hopper_kernel(
         mbarrier.init(free.index(STAGES), count=1)
     if not TRANSITION:
         mbarrier.init(ready.index(STAGES + 1), count=1)
+    scored = free
+    if SCORED:
+        scored = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for stage in gl.static_range(STAGES):
+            mbarrier.init(scored.index(stage), count=1)
     fence_async_shared()
     COLUMN_BLOCKS: gl.constexpr = (V + K if TRANSITION else V) // (64 * GROUPS)
     program = gl.program_id(0)
@@ -366,12 +301,12 @@ def recurrence_hopper_kernel(
     tail_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, K], k.layout) if KDA else k_tiles
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, 64, 64], v.layout)
     solve_tiles = gl.allocate_shared_memory(gl.float16, [STAGES, 64, 64], inverse.layout)
-    weight_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], scores.layout) if not TRANSITION else solve_tiles
+    weight_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], v.layout) if not TRANSITION else solve_tiles
     factor_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 1, FACTORS], factors.layout)
     o_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 64, 64], o.layout)
 
     SEGMENTED: gl.constexpr = carries is not None and not TRANSITION
-    p: gl.constexpr = (K, V, GROUPS, KDA, TRANSITION, V_FIRST, STAGES, PART, SEGMENTED)
+    p: gl.constexpr = (K, V, GROUPS, KDA, TRANSITION, V_FIRST, STAGES, PART, SEGMENTED, SCORED)
     tiles = (k_tiles, q_tiles, v_tiles, solve_tiles, weight_tiles, tail_tiles, factor_tiles, o_tiles)
     descriptors = (k, q, v, tails, inverse, scores, factors, o, states)
     pointers = (initial_state, carries, final_state, o_pointer, own, carry)
@@ -380,22 +315,33 @@ def recurrence_hopper_kernel(
         start, stop, begin, length, chunk_slot, head, value_heads, key_column, first_column, with_values,
         segment, (n * value_heads + head) * V + first_column,
     )  # fmt: skip
-    barriers = (ready, free)
+    barriers = (ready, free, scored)
     if GROUPS == 1:
         gl.warp_specialize(
             [
                 (_consume, (tiles, descriptors, barriers, pointers, place, 0, p)),
-                (_produce, (tiles, descriptors, barriers, place, p)),
+                (produce, (tiles, descriptors, barriers, place, p)),
             ],
             [1],
             [40],
+        )
+    elif SCORED:
+        gl.warp_specialize(
+            [
+                (_consume, (tiles, descriptors, barriers, pointers, place, 0, p)),
+                (_consume, (tiles, descriptors, barriers, pointers, place, 1, p)),
+                (score, (tiles, barriers, place, scale, p)),
+                (produce, (tiles, descriptors, barriers, place, p)),
+            ],
+            [4, 4, 1],
+            [208, 72, 24],
         )
     else:
         gl.warp_specialize(
             [
                 (_consume, (tiles, descriptors, barriers, pointers, place, 0, p)),
                 (_consume, (tiles, descriptors, barriers, pointers, place, 1, p)),
-                (_produce, (tiles, descriptors, barriers, place, p)),
+                (produce, (tiles, descriptors, barriers, place, p)),
             ],
             [4, 1],
             [240, 24],
