@@ -1,4 +1,4 @@
-"""A call like one before it is launched as that one was, with new addresses: a fifth of the host's time.
+"""A call like one before it is launched as that one was, with new addresses: a sixth of the host's time.
 
 The first call of a kind goes through Triton's just-in-time path, and what it launched is noted: compiled kernels, grids
 and arguments. They depend on what `_kind` holds and on nothing else, but for addresses: of the call's tensors, of its
