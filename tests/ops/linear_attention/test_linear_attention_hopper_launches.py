@@ -130,6 +130,7 @@ def test_the_copy_engine_reads_what_it_can_in_place() -> None:
         (8, 32, (128, 128), 128, None, False, False),
         (16, 32, (128, 128), 64, None, False, False),
         (16, 32, (64, 128), 128, None, False, False),
+        (16, 32, (128, 64), 128, None, False, False),
         (16, 32, (128, 128), 128, 96, False, False),
         (16, 32, (128, 128), 128, None, True, False),
     ],
@@ -143,7 +144,7 @@ def test_the_recurrence_makes_the_scores_where_that_is_faster(
     normalise: bool,
     later: bool,
 ) -> None:
-    """Programs of keys of 64 have 64 columns whatever the planner says."""
+    """Programs of keys or of values of 64 have 64 columns whatever the planner says."""
     launch = importlib.import_module(f"{PACKAGE}.launch_hopper")
     sizes = importlib.import_module(f"{PACKAGE}.chunks").Sizes(4, 8192, True, heads, value_heads, *dims)
     mapping = importlib.import_module(f"{PACKAGE}.plan").Mapping("head", block, segment_chunks)

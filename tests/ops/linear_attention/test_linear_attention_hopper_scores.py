@@ -62,15 +62,17 @@ def test_equals_the_recurrence(
     assert error(final, wanted_state) < TOLERANCE
 
 
-def test_gives_the_bits_that_prepared_scores_give(kernels: Any) -> None:
-    """The same products, rounded as often."""
-    x = sample_operands("gdn", 1, 330, HEADS, VALUE_HEADS, DIM, 128)
+@pytest.mark.parametrize("columns", [128, 256])
+def test_gives_the_bits_that_prepared_scores_give(kernels: Any, columns: int) -> None:
+    """The same products, rounded as often, for every 128 columns anew."""
+    x = sample_operands("gdn", 1, 330, HEADS, VALUE_HEADS, DIM, columns)
     bounds = offsets((200, 130))
     found = []
     for later in (False, True):
         w = prepare(kernels, "gdn", x, bounds, False, later=later)
         found.append(recur(kernels, "gdn", x, bounds, w, None, 2, None, stages=3))
     for prepared, made in zip(*found, strict=True):
+        assert bool(torch.isfinite(prepared).all())
         assert torch.equal(prepared, made)
 
 
@@ -90,9 +92,10 @@ def test_parts_of_a_call_carry_the_states_on(error: Any, kernels: Any) -> None:
     assert error(results[1], wanted_state) < TOLERANCE
 
 
-def test_nan_of_the_next_sequence_stays_there(monkeypatch: pytest.MonkeyPatch, kernels: Any) -> None:
-    """Keys behind a sequence's end are zeroed by a group of warps, however late: scores must wait for it, and take
-    nothing of what gates and queries hold there.
+@pytest.mark.parametrize("length", [13, 63])
+def test_nan_of_the_next_sequence_stays_there(monkeypatch: pytest.MonkeyPatch, kernels: Any, length: int) -> None:
+    """Keys behind a sequence's end, be it one, are zeroed by a group of warps, however late: scores must wait for it,
+    and take nothing of what gates and queries hold there.
     """
     zero_past, products = kernels.recurrence_hopper.zero_past, kernels.recurrence_feed_hopper.warpgroup_mma
     order: list[tuple[str, int]] = []
@@ -108,14 +111,14 @@ def test_nan_of_the_next_sequence_stays_there(monkeypatch: pytest.MonkeyPatch, k
 
     monkeypatch.setattr(kernels.recurrence_hopper, "zero_past", late)
     monkeypatch.setattr(kernels.recurrence_feed_hopper, "warpgroup_mma", noted)
-    x = sample_operands("gdn", 1, 83, HEADS, VALUE_HEADS, DIM, 128)
+    x = sample_operands("gdn", 1, length + 70, HEADS, VALUE_HEADS, DIM, 128)
     for value in x.values():
-        value[:, 13:] = float("nan")
-    bounds = offsets((13, 70))
+        value[:, length:] = float("nan")
+    bounds = offsets((length, 70))
     w = prepare(kernels, "gdn", x, bounds, False, later=True)
     order.clear()
     o, final = recur(kernels, "gdn", x, bounds, w, None, 2, None, stages=3)
-    assert bool(torch.isfinite(o[:13]).all())
+    assert bool(torch.isfinite(o[:length]).all())
     assert bool(torch.isfinite(final[0]).all())
     assert bool(final[1].isnan().any())
     # Of the first sequence's one chunk the keys are zeroed first, by whichever group comes first.
@@ -123,6 +126,27 @@ def test_nan_of_the_next_sequence_stays_there(monkeypatch: pytest.MonkeyPatch, k
         of_program = [what for what, number in order if number == program]
         assert of_program.count("zeroed") == 3
         assert of_program[-1] == "multiplied"
+
+
+def test_nan_of_the_next_sequence_stays_there_in_parts(monkeypatch: pytest.MonkeyPatch, kernels: Any) -> None:
+    """A part's first chunk is not the sequence's: that its last one is the ragged one goes by the sequence's length."""
+    zero_past = kernels.recurrence_hopper.zero_past
+
+    def late(*operands: Any) -> None:
+        time.sleep(0.1)
+        zero_past(*operands)
+
+    monkeypatch.setattr(kernels.recurrence_hopper, "zero_past", late)
+    x = sample_operands("gdn", 1, 140, HEADS, VALUE_HEADS, DIM, 128)
+    for value in x.values():
+        value[:, 70:] = float("nan")
+    bounds, results = offsets((70, 70)), None
+    for part in (range(1), range(1, 2)):
+        w = prepare(kernels, "gdn", x, bounds, False, 2, part, later=True)
+        results = recur(kernels, "gdn", x, bounds, w, None, 2, None, part, results, stages=3)
+    assert results is not None
+    assert bool(torch.isfinite(results[0][:70]).all())
+    assert bool(torch.isfinite(results[1][0]).all())
 
 
 def test_no_output_takes_scores_that_are_not_there_yet(

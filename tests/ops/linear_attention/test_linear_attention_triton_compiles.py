@@ -197,6 +197,21 @@ def test_barriers_of_the_hopper_recurrence_lie_in_no_tile(
     assert min(at) >= stages(128, groups, kda) * stage
 
 
+@GLUON
+def test_scores_are_whole_before_the_recurrence_takes_them() -> None:
+    """Of the four warps that make them one thread arrives: its own writes alone would be there, and not for the tensor
+    cores. On torch, where a group of warps is a thread, none of this shows.
+    """
+    ptx = compile_recurrence(2, False, scored=True).asm["ptx"]
+    steps = "wgmma.mma_async|wgmma.wait_group.sync.aligned 0|stmatrix[^ ]*|fence.proxy.async|bar.sync|mbarrier.arrive"
+    found = re.findall(steps, ptx)
+    # The groups that carry the state store outputs transposed.
+    stores = [at for at, step in enumerate(found) if step.startswith("stmatrix") and ".trans" not in step]
+    assert stores == list(range(stores[0], stores[0] + 4))
+    assert found[stores[0] - 2 : stores[0]] == ["wgmma.mma_async", "wgmma.wait_group.sync.aligned 0"]
+    assert found[stores[-1] + 1 :][:3] == ["fence.proxy.async", "bar.sync", "mbarrier.arrive"]
+
+
 def before_the_correction(ptx: str) -> list[int]:
     """Barriers of a group of warps between its wait for a chunk's first product and the product that depends on it:
     Triton puts one there if an `mbarrier.arrive` came before, and every warp then waits for the others.
