@@ -152,3 +152,9 @@ def test_other_descriptors_are_refused(changed: dict[str, Any], kernel: dict[str
     """A call with one is launched as usual."""
     with pytest.raises(LookupError, match="plain tiles"):
         direct_launch.encoding(descriptor(**changed), kernel)
+
+
+def test_the_stream_is_the_current_one_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    active = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 100 + device))
+    monkeypatch.setattr(direct_launch.triton.runtime, "driver", active)
+    assert [direct_launch.stream_of(device) for device in (0, 3)] == [100, 103]

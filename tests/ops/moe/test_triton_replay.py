@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -173,7 +174,10 @@ def same_launches(driver: Driver, arguments: tuple[Any, ...]) -> bool:
     room = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in came_from_torch)
     own = sorted(place for there, place in found.items() if there not in given)
     assert all(a + size <= b for (a, size), (b, _) in pairwise(own))
-    assert all(any(begin <= a and a + size <= begin + more for begin, more in room) for a, size in own)
+    within = [(a - begin) for a, size in own for begin, more in room if begin <= a and a + size <= begin + more]
+    assert len(within) == len(own)
+    # Kernels are compiled for where memory of torch's begins, on a GPU.
+    assert not any(after % 512 for after in within)
     return True
 
 
@@ -353,6 +357,25 @@ def test_calls_of_two_threads_do_not_mix(driver: Driver, monkeypatch: pytest.Mon
     assert not any(found & mine and found & theirs for found in weights)
 
 
+def test_first_calls_of_two_threads_do_not_mix(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread's first call of another kind while this one's launches are noted: both are repeated whole."""
+    other, last = NEIGHBOURS["dtype"], backend.combine
+    came: list[Thread] = []
+
+    def interrupted(*args: Any) -> torch.Tensor:
+        if not came:
+            came.append(Thread(target=backend.apply, args=other.make(0)))
+            came[0].start()
+            came[0].join()
+        return last(*args)
+
+    monkeypatch.setattr(backend, "combine", interrupted)
+    backend.apply(*PLAIN.make(0))
+    assert len(replay._kinds) == 2
+    for kind in (PLAIN, other):
+        assert same_launches(driver, kind.make(1))
+
+
 def test_a_tensor_in_two_places_of_a_call_is_not_repeated(driver: Driver) -> None:
     """A later call with two tensors there would get one of them twice."""
     x, layer, weights, ids, _, options = replace(PLAIN, tokens=8, top_k=1).make(0)
@@ -419,6 +442,10 @@ def test_devices_are_told_apart(driver: Driver, monkeypatch: pytest.MonkeyPatch)
         backend.apply(*PLAIN.make(0))
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 3)
     assert not same_launches(driver, PLAIN.make(0))
+    asked: list[int] = []
+    monkeypatch.setattr(direct_launch, "stream_of", lambda device: asked.append(device) or 7)
+    assert same_launches(driver, PLAIN.make(0))
+    assert asked == [3]
 
 
 def test_a_graph_that_is_traced_gets_the_usual_path(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
