@@ -21,7 +21,8 @@ from vllm_ext.ops.moe.triton import direct_launch
 
 _ALIGNED = 16  # bytes; what Triton specialises kernels on
 _PART = 512  # bytes; parts of the scratch memory begin where tensors of their own would
-_MOST_KINDS = 2048  # some 5 KB each
+# Some 8 KB each: a step of vLLM's has up to 8192 tokens by default, and each number of them is a kind.
+_MOST_KINDS = 8192
 # Words of scratch memory, 256 MiB. A call that needs more keeps the GPU busy for longer than the host is, and so large
 # a piece would be a second one beside those of its first call.
 _MOST_WORDS = 1 << 26
