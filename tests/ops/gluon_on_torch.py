@@ -183,6 +183,7 @@ class Machine:
             self.program = (x, y, z)
             self.begin_program()
             kernel(*given, **constants)
+            self.refuse_bytes_not_announced()
         self.refuse_idle_barriers()
 
     def begin(self) -> None:
@@ -197,6 +198,11 @@ class Machine:
     def refuse_idle_barriers(self) -> None:
         idle = self.of_barriers - self.used if self.used else set()
         assert not idle, f"blocks {sorted(idle)} of shared memory hold barriers for nobody: tiles may lie over them"
+
+    def refuse_bytes_not_announced(self) -> None:
+        """A barrier that expects too few would let whoever waits go on before the rest has come."""
+        over = [-state.bytes for state in self.barriers.values() if state.bytes]
+        assert not over, f"barriers got {over} bytes more than were announced"
 
     def _access(self, pointer: Pointer, mask: Any, value: torch.Tensor | None, found: torch.Tensor) -> None:
         at, wanted = torch.broadcast_tensors(  # type: ignore[no-untyped-call]

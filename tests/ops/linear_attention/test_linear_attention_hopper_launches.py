@@ -158,8 +158,9 @@ def test_what_is_prepared_is_what_the_mapping_reads(monkeypatch: pytest.MonkeyPa
     call = importlib.import_module("vllm_ext.ops.linear_attention.problem").Call
     mapping = importlib.import_module(f"{PACKAGE}.plan").Mapping("head", 128, None)
     results: list[Any] = []
+    asked: list[Any] = []
     launches = SimpleNamespace(
-        scores_later=lambda *_: later,
+        scores_later=lambda *x: asked.append(x) or later,
         prepare_gdn=lambda *x: results.append(x[6]),
         prepare_kda=lambda *x: results.append(x[6]),
     )
@@ -179,9 +180,47 @@ def test_what_is_prepared_is_what_the_mapping_reads(monkeypatch: pytest.MonkeyPa
             x = {name: value.half() for name, value in x.items()}
         given = call(
             **x, scale=1.0, initial_state=None, output_final_state=False, cu_seqlens=bounds,
-            use_qk_l2norm_in_kernel=False, state_v_first=True,
+            use_qk_l2norm_in_kernel=True, state_v_first=True,
         )  # fmt: skip
         chunks = backend.prepare(given, op, sizes, bounds, None, chosen)
         found.append(chunks.scores is None)
     assert found == [later, False, False, False]
+    assert asked == [(mapping, sizes, True)]
     assert [written[1] is None for written in results] == [later, False, False]
+
+
+def test_without_scores_the_kernels_are_given_none_and_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch, prepares = launched(monkeypatch, "prepare_gdn_hopper_kernel")
+    _, recurs = launched(monkeypatch, "recurrence_hopper_kernel")
+    chunks = importlib.import_module(f"{PACKAGE}.chunks")
+    sizes = chunks.Sizes(1, 64, True, HEADS, VALUE_HEADS, 128, 128)
+    x = {name: value[0] for name, value in sample_operands("gdn", 1, 64, HEADS, VALUE_HEADS, 128, 128).items()}
+    inverse = torch.empty(2, VALUE_HEADS, 64, 64, dtype=torch.float16)
+    factors = torch.empty(2, VALUE_HEADS, 4, 64)
+    launch.prepare_gdn(
+        (8,), x["q"], x["k"], x["g"], x["beta"], None, (inverse, None, factors), (0.25, 1, 64, VALUE_HEADS, 2),
+        tuple(range(8)), {"K": 128}, 0,
+    )  # fmt: skip
+    prepared = chunks.Chunks(x["q"], x["k"], None, inverse, None, factors)
+    call = SimpleNamespace(scale=0.25, state_v_first=True)
+    launch.recur(
+        call, False, sizes, 128, None, prepared, x["v"], None, None, x["v"][None], None, 1, 1, None, False
+    )  # fmt: skip
+    assert prepares.given["scores"] is None
+    assert recurs.given["scores"] is None
+    assert prepares.given["scale"] == recurs.given["scale"] == 0.25
+    assert recurs.given["GROUPS"] == 2
+
+
+def test_what_is_prepared_is_for_the_mapping_that_carries_the_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = importlib.import_module(f"{PACKAGE}.backend")
+    mapping = importlib.import_module(f"{PACKAGE}.plan").Mapping("head", 128, None)
+    given: list[Any] = []
+    monkeypatch.setattr(backend, "prepare", lambda *x: given.append(x[5]))
+    monkeypatch.setattr(backend, "recur", lambda *x: given.append(x[3]))
+    call = importlib.import_module("vllm_ext.ops.linear_attention.problem").Call(
+        **sample_operands("gdn", 1, 64, HEADS, VALUE_HEADS, 128, 128), scale=1.0, initial_state=None,
+        output_final_state=False, cu_seqlens=None, use_qk_l2norm_in_kernel=False, state_v_first=True,
+    )  # fmt: skip
+    backend.run(call, "gdn", mapping)
+    assert given == [mapping, mapping]
