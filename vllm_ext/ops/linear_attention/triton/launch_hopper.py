@@ -177,6 +177,8 @@ def recur(
     scores = None if chunks.scores is None else _square(chunks.scores)
     values, out = (descriptor(x.flatten(-2), [CHUNK, CHUNK]) for x in (v, o.flatten(0, 1)))
     groups = block // CHUNK
+    # Programs of 64 columns have no warps that would make them.
+    assert scores is not None or (groups == WIDEST_BLOCK // CHUNK and not transition)
     count = stages(sizes.key_dim, groups, kda)
     whole = carries is None and part is None
     states = state_tiles(initial, call.state_v_first, count) if whole and initial is not None else None
@@ -190,6 +192,5 @@ def recur(
         sizes.num_sequences, sizes.num_tokens, sizes.value_heads, sizes.value_heads // sizes.heads, segment_chunks,
         *ends, call.scale, K=sizes.key_dim, V=sizes.value_dim, GROUPS=groups, KDA=kda, TRANSITION=transition,
         V_FIRST=call.state_v_first, PACKED=sizes.packed, STAGES=count,
-        PART=part is not None, num_warps=4,
-        launch_pdl=early and not transition, **options,
+        PART=part is not None, num_warps=4, launch_pdl=early and not transition, **options,
     )  # fmt: skip
