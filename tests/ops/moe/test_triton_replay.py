@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton interprets in this process", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
-from calls_to_repeat import LAYERS, Arguments, B, H
+from calls_to_repeat import LAYERS, Arguments, B
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launches_on_record import Asked, Driver, on_record
