@@ -9,9 +9,10 @@ from typing import Any
 import gluon_on_torch
 import pytest
 import torch
-from linear_attention_on_torch import FUNCTIONS, HEADS, TOLERANCE, VALUE_HEADS, prepare, recur
 
 pytest.importorskip("triton.experimental.gluon")
+
+from linear_attention_on_torch import FUNCTIONS, HEADS, TOLERANCE, VALUE_HEADS, prepare, recur
 
 from vllm_ext.ops.linear_attention.sample import sample_operands, sample_state
 from vllm_ext.ops.linear_attention.triton.slots import slot_count
